@@ -20,7 +20,7 @@ from twinkle_server.ids import CheckpointPath
 from twinkle_server.store import folders
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import Checkpoint
-from twinkle_server.tenancy.issue import issue
+from twinkle_server.tenancy.keys import issue
 
 HOUR = 3600.0
 DAY = 24 * HOUR

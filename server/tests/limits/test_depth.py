@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle_server.errors import BadRequest
-from twinkle_server.limits.body_checks import check_depth
+from twinkle_server.limits.body import check_depth
 
 
 def depth_of(value) -> int:

@@ -22,7 +22,7 @@ from twinkle_server.store.aside import set_aside
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.inspection import damage
 from twinkle_server.store.records import Checkpoint
-from twinkle_server.tenancy.issue import issue
+from twinkle_server.tenancy.keys import issue
 
 
 def missing(database: Path) -> None:

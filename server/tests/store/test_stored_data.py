@@ -15,8 +15,7 @@ from serving import Served, ledger
 from sqlalchemy import Connection
 
 from twinkle_server.store import open_store, schema
-from twinkle_server.store.connections import driver
-from twinkle_server.store.database import SqliteDatabase
+from twinkle_server.store.database import SqliteDatabase, driver
 from twinkle_server.store.faults import StoreError
 from twinkle_server.telemetry.status import ask
 

@@ -19,10 +19,10 @@ from twinkle_server.errors import Unavailable
 from twinkle_server.ports import Database
 from twinkle_server.store import folders
 from twinkle_server.store.checkpoints import Checkpoints
-from twinkle_server.store.keys import Keys
 from twinkle_server.store.records import Key
 from twinkle_server.store.retention import Retention
 from twinkle_server.store.tables import checkpoints
+from twinkle_server.store.tenants import Keys
 
 _log = structlog.get_logger(__name__)
 KEPT: Final = 86400.0

@@ -82,7 +82,7 @@ def trash() -> None:
 @_json
 def list_trash(data: Path, as_json: bool) -> None:
     """List entries in the order in which they are emptied."""
-    from twinkle_server.checkpoints.restoring import described
+    from twinkle_server.checkpoints.trash import described
     from twinkle_server.cli.server import echo, with_store
 
     said: list[dict[str, Any]] = with_store(data, described)
@@ -103,7 +103,7 @@ def restore_entry(entry: str, data: Path, as_json: bool) -> None:
 
     A checkpoint that is restored no longer expires by itself; a quota `--keep` still counts it.
     """
-    from twinkle_server.checkpoints.restoring import restore
+    from twinkle_server.checkpoints.trash import restore
     from twinkle_server.cli.server import echo, with_store
 
     said = with_store(data, lambda store: restore(store, entry))

@@ -64,7 +64,7 @@ def create(
     keep: int | None,
 ) -> None:
     """Create a key and print it once."""
-    from twinkle_server.tenancy.issue import issue
+    from twinkle_server.tenancy.keys import issue
 
     asked = {
         "tokens_per_second": tokens_per_second,
@@ -95,7 +95,7 @@ def list_keys(data: Path, revoked: bool, as_json: bool) -> None:
 @_json
 def revoke(name: str, data: Path, as_json: bool) -> None:
     """Revoke a key; the data of its tenant is kept."""
-    from twinkle_server.tenancy.issue import revoke as end
+    from twinkle_server.tenancy.keys import revoke as end
 
     found = with_store(data, lambda store: end(store, name))
     echo(_shown(found), as_json, [f"revoked {found.name}"])

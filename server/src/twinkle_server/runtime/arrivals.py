@@ -4,6 +4,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from twinkle_server.tenancy.auth import Caller
 
 _SLOW = 1.0  # seconds; a request that takes longer is a slow upload
 _KEPT = 4096  # tenants
@@ -79,3 +82,46 @@ def _note(times: dict[str, float], tenant: str, now: float) -> None:
     times[tenant] = now
     while len(times) > _KEPT:
         times.pop(next(iter(times)))
+
+
+OPERATIONS = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "forward",
+        "forward_backward",
+        "load_weights",
+        "optim_step",
+        "save_weights",
+        "save_weights_external",
+        "save_weights_for_sampler",
+    )
+)
+"""Paths of the requests that have a number in the queue of a model."""
+
+
+class ArrivalMiddleware:
+    """Lets `Arrivals` watch requests that have a number; the tenant must be known already.
+
+    Args:
+        app: what comes behind it.
+        arrivals: watches.
+    """
+
+    def __init__(self, app: Any, arrivals: Arrivals) -> None:
+        self._app = app
+        self._arrivals = arrivals
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection."""
+        who = scope.get("caller")
+        if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(who, Caller):
+            await self._app(scope, receive, send)
+            return
+        with self._arrivals.watch(who.tenant) as answered:
+
+            async def told(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    answered(message["status"])
+                await send(message)
+
+            await self._app(scope, receive, told)

@@ -12,14 +12,12 @@ from twinkle_server.ids import new_id
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store import lease, schema
 from twinkle_server.store.aside import ASIDE
-from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local, sync_folder
 from twinkle_server.store.inspection import DATABASE, PLACES, SIDES, check_database, check_whole
 from twinkle_server.store.journal import SqliteJournal
-from twinkle_server.store.keys import Keys
 from twinkle_server.store.models import Models
 from twinkle_server.store.recorded import Recorded
 from twinkle_server.store.retention import Retention
@@ -27,7 +25,7 @@ from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.secret import read_secret
 from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
-from twinkle_server.store.usage import UsageTable
+from twinkle_server.store.tenants import Audit, Keys, UsageTable
 
 _OURS: Final = ("lock", "secret", "server.json", "lost+found", ASIDE, *SIDES, *PLACES)
 
