@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from twinkle_server.checkpoints.sweep import Swept, orphans, sweep, unreferenced
 from twinkle_server.checkpoints.trash import Trash, size_of
-from twinkle_server.checkpoints.upkeep import Upkeep, Upkept
+from twinkle_server.checkpoints.upkeep import Swept, Upkeep, Upkept, orphans, sweep, unreferenced
 from twinkle_server.cli.server import main as server
 from twinkle_server.engine.files import publish
 from twinkle_server.errors import Unavailable

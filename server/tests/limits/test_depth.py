@@ -22,7 +22,7 @@ def depth_of(value) -> int:
 
 def test_the_bound_itself_passes_and_one_more_does_not() -> None:
     check_depth(b"[" * 64 + b"]" * 64)
-    with pytest.raises(BadRequest, match="nested deeper than 64"):
+    with pytest.raises(BadRequest, match="nested at most 64 levels"):
         check_depth(b"[" * 65 + b"]" * 65)
 
 

@@ -28,8 +28,7 @@ from twinkle_server.engine.losses.catalog import CUSTOM, Losses, ignores, takes
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.rows import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.samples import Sampled, Samples
-from twinkle_server.operations import ModelInfo
-from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
+from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 

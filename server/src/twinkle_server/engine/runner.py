@@ -18,8 +18,7 @@ from twinkle_server.engine.queues import Composition, Task, TaskQueues, done
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
-from twinkle_server.operations import PASSES
-from twinkle_server.payloads import Create, Load, OptimStep, Save
+from twinkle_server.operations import PASSES, Create, Load, OptimStep, Save
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2

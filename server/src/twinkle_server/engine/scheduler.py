@@ -18,7 +18,7 @@ from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task, TaskQueues, done
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import Sample
 
 STEPS = 16
 """Models whose optimizers step together."""

@@ -14,9 +14,8 @@ import orjson
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.errors import Busy, Unavailable, Unprocessable
-from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Snapshot, Submission
-from twinkle_server.payloads import Save
+from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
+from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
 from twinkle_server.ports import Effects, Figures, Journal
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.cancellation import Cancellation
@@ -28,7 +27,6 @@ from twinkle_server.runtime.queues import MAX_GAP, Closed, ModelQueue, State
 from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
 from twinkle_server.runtime.supervision import Child, ChildProcess, StartChild, Supervisor
 from twinkle_server.settings import Settings
-from twinkle_server.store.faults import LeaseLost
 from twinkle_server.telemetry.logs import REQUEST, log_ended
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from typing import Final
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import LinkClosed, Message
-from twinkle_server.operations import PASSES, Category, Operation, Outcome
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import PASSES, Category, Operation, Outcome, Sample
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import Closed, InFlight, ModelQueue

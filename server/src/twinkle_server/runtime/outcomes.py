@@ -18,15 +18,13 @@ from typing import Any, Protocol
 import orjson
 from sqlalchemy import Connection
 
-from twinkle_server.errors import Busy, NotFound
+from twinkle_server.errors import Busy, LeaseLost, NotFound
 from twinkle_server.failpoints import reach
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.operations import Category, Operation, Outcome
-from twinkle_server.payloads import Create, Load, Save
+from twinkle_server.operations import Category, Create, Load, Operation, Outcome, Save
 from twinkle_server.ports import Database, Journal
 from twinkle_server.store import checkpoints, models, samplers
 from twinkle_server.store.checkpoints import Checkpoints
-from twinkle_server.store.faults import LeaseLost
 from twinkle_server.store.models import Models
 from twinkle_server.store.records import Checkpoint, Model, ModelStatus, Sampler
 

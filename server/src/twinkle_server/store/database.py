@@ -18,9 +18,8 @@ from urllib.parse import quote
 from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import DBAPIError
 
-from twinkle_server.errors import BadRequest, Unavailable
+from twinkle_server.errors import BadRequest, StoreError, Unavailable
 from twinkle_server.failpoints import reach
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local
 
 _BUSY_SECONDS: Final = 5.0

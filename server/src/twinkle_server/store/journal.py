@@ -18,14 +18,13 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
+from twinkle_server.errors import Gone, LeaseLost, NotFound, SequenceConflict, ServiceError
 from twinkle_server.operations import LOST, Accepted, Future, Operation, Outcome, Snapshot, Status, Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store import folders
 from twinkle_server.store import statements as sql
 from twinkle_server.store.blobs import Blobs
 from twinkle_server.store.database import SqliteDatabase, driver
-from twinkle_server.store.faults import LeaseLost
 from twinkle_server.telemetry.logs import redact
 
 _RANDOM: Final = 32

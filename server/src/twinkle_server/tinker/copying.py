@@ -7,8 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle_server.checkpoints.copying import copy_checkpoint
-from twinkle_server.engine.files import Damaged
+from twinkle_server.engine.files import Damaged, copy_checkpoint
 from twinkle_server.errors import BadRequest, NotFound, SequenceConflict, Unprocessable
 from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models

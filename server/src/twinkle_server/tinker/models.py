@@ -9,8 +9,7 @@ from pydantic import Field
 
 from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath, model_id
-from twinkle_server.operations import Accepted, Submission
-from twinkle_server.payloads import Create, Load, Unload
+from twinkle_server.operations import Accepted, Create, Load, Submission, Unload
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now

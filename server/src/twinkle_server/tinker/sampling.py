@@ -11,8 +11,7 @@ from pydantic import Field, StrictInt, StrictStr
 
 from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
-from twinkle_server.operations import Submission
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import Sample, Submission
 from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now

@@ -10,8 +10,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import BadRequest, Unprocessable
-from twinkle_server.operations import Submission
-from twinkle_server.payloads import OptimStep
+from twinkle_server.operations import OptimStep, Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store.records import Model
 from twinkle_server.telemetry.logs import holds_key
