@@ -24,9 +24,9 @@ from twinkle.engine import (
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
+from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, ignores, takes
 from twinkle_server.engine.queues import Composition
-from twinkle_server.engine.rows import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits

@@ -1,13 +1,15 @@
 """The running service without its tables: operations go into the log, through the engine, and come back as futures.
 
 `EngineEvents` takes the engine's messages about models: results are written, and queues go on, close, or are released.
+`Janitor` does what must be looked after from time to time; each chore fails for itself, and is done again in its turn.
 """
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -17,11 +19,9 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
 from twinkle_server.ports import Effects, Figures, Journal
-from twinkle_server.runtime.arrivals import Arrivals
-from twinkle_server.runtime.cancellation import Cancellation
+from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.futures import Futures
-from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import MAX_GAP, Closed, ModelQueue, State
 from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
@@ -392,15 +392,6 @@ def _starter(settings: Settings) -> Callable[[bool], Awaitable[Child]]:
 _LACKING = "memory or descriptors are lacking"
 
 
-def _reads_checkpoint(operation: Operation) -> bool:
-    """Whether it cannot be done again once its checkpoint is deleted, so that a snapshot should cover it soon."""
-    if operation.kind == "load":
-        return True
-    if operation.kind != "create" or operation.payload is None:
-        return False
-    return orjson.loads(operation.payload).get("source") is not None
-
-
 class EngineEvents:
     """Handles the messages of the engine about models.
 
@@ -503,3 +494,61 @@ class EngineEvents:
         if queue.detached() and queue.head is None:
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
         self._dispatcher.kick(queue)
+
+
+def _reads_checkpoint(operation: Operation) -> bool:
+    """Whether it cannot be done again once its checkpoint is deleted, so that a snapshot should cover it soon."""
+    if operation.kind == "load":
+        return True
+    if operation.kind != "create" or operation.payload is None:
+        return False
+    return orjson.loads(operation.payload).get("source") is not None
+
+
+@dataclass(slots=True)
+class Chore:
+    """Something to be done.
+
+    Attributes:
+        name: for the log.
+        every: seconds from one time to the next.
+        work: does it.
+        due: when it is next due, on the monotonic clock.
+    """
+
+    name: str
+    every: float
+    work: Callable[[], Awaitable[object]]
+    due: float = 0.0
+
+
+class Janitor:
+    """Does chores, one after another."""
+
+    def __init__(self) -> None:
+        self._chores: list[Chore] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, name: str, every: float, work: Callable[[], Awaitable[object]]) -> None:
+        """Take on a chore."""
+        self._chores.append(Chore(name, every, work, time.monotonic() + every))
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run(), name="janitor")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while self._chores:
+            chore = min(self._chores, key=lambda entry: entry.due)
+            await asyncio.sleep(max(0.0, chore.due - time.monotonic()))
+            try:
+                await chore.work()
+            except Exception:
+                _log.exception("%s failed; it will be retried", chore.name)
+            chore.due = time.monotonic() + chore.every

@@ -17,8 +17,8 @@ from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import CapacityError
 from twinkle.loss import Loss
 from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.building import Rows
 from twinkle_server.engine.losses.catalog import CUSTOM
-from twinkle_server.engine.rows import Rows
 from twinkle_server.settings import Limits
 from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, read_loss_id
 
