@@ -1,8 +1,8 @@
 """From a pass's message to rows of the model, arguments of the loss, and the loss itself.
 
-What is wrong is said with key and numbers. The engine and its loss workers build a loss alike, from its name and options.
-Weights are never silently ignored: a published loss multiplies by them literally; other losses know labels that are no
-target (-100), and perhaps the batch's `loss_scale`.
+What is wrong is said with key and numbers. The engine and its loss workers build a loss alike, from its name and
+options. Weights are never silently ignored: a published loss multiplies by them literally; other losses know labels
+that are no target (-100), and perhaps the batch's `loss_scale`.
 """
 
 import dataclasses
