@@ -146,7 +146,7 @@ def spent_on_workers() -> list[float]:
 
 def check(worker: Any, engine: Any, payload: bytes) -> None:
     """Compare the answers and the gradients, bit for bit."""
-    from twinkle_server.payloads import OptimStep
+    from twinkle_server.operations import OptimStep
 
     answers, gradients = [], []
     for made in (worker, engine):
@@ -163,7 +163,7 @@ def backend(model: Path, **extra: Any) -> Any:
     from twinkle_server.engine.executor import Executor
     from twinkle_server.engine.losses.catalog import Losses
     from twinkle_server.engine.losses.workers import WorkerLimits
-    from twinkle_server.payloads import Create, OptimStep
+    from twinkle_server.operations import Create, OptimStep
     from twinkle_transformers.engine import TransformersEngine
 
     limits = extra.get("loss_workers", {})

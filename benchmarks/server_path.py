@@ -30,8 +30,8 @@ from fused_tenants import Shape, make_model
 from transformers.utils import logging
 
 from twinkle.engine import Operation, OperationResult, Step
+from twinkle_server.engine.losses.building import read_request, read_rows
 from twinkle_server.engine.losses.catalog import Losses, takes
-from twinkle_server.engine.rows import read_request, read_rows
 from twinkle_server.wire import codec
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
 

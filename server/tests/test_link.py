@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_runtime import SOON, within
 
-from twinkle_server.engine.messages import Message
-from twinkle_server.link import AsyncLink, BlockingLink, LinkClosed
+from twinkle_server.engine.messages import AsyncLink, BlockingLink, LinkClosed, Message
 
 MESSAGES = st.lists(
     st.builds(

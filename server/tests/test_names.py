@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import KINDS, CheckpointPath, check_name, model_id, new_id, sampler_id
-from twinkle_server.payloads import Create, Sample, Save
+from twinkle_server.operations import Create, Sample, Save
 from twinkle_server.tenancy.keys import new_key
 
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=128).filter(lambda name: name.strip("."))

@@ -9,8 +9,8 @@ from server_failpoints import REACH, SOURCE, failpoints, served_failpoints
 
 # Functions that rename or link without a failpoint, and why none is needed.
 WITHOUT = {
-    "telemetry/presence.py:announce": "tells where a server listens; without it, status reads the database",
-    "checkpoints/copying.py:_place": "fills a draft, between files.before_write and files.before_manifest",
+    "telemetry/status.py:announce": "tells where a server listens; without it, status reads the database",
+    "engine/files.py:_place": "fills a draft, between files.before_write and files.before_manifest",
 }
 OWN_TESTS = ("checkpoints/test_trash.py", "store/test_lost_database.py")
 METHODS = ("rename", "hardlink_to", "link_to", "symlink_to")

@@ -12,8 +12,7 @@ from fastapi import FastAPI
 from google.protobuf.message import DecodeError
 from server_raw import Raw, datum, pass_body, row, sparse
 
-from twinkle_server.application import create_application
-from twinkle_server.assembly import assemble
+from twinkle_server.application import assemble, create_application
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store import open_store

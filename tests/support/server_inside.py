@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx
 
-from twinkle_server.assembly import assemble
+from twinkle_server.application import assemble
 from twinkle_server.engine import messages
 from twinkle_server.engine.__main__ import make_executor
 from twinkle_server.engine.host import Host
-from twinkle_server.engine.messages import Message
-from twinkle_server.link import AsyncLink, BlockingLink, LinkClosed
+from twinkle_server.engine.messages import AsyncLink, BlockingLink, LinkClosed, Message
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import open_store

@@ -11,7 +11,7 @@ from torch import Tensor
 from twinkle_server.engine.executor import Executor, Pass
 from twinkle_server.engine.losses.catalog import Losses
 from twinkle_server.engine.losses.workers import WorkerLimits
-from twinkle_server.payloads import Create, OptimStep, Sample, Save
+from twinkle_server.operations import Create, OptimStep, Sample, Save
 from twinkle_server.wire import codec
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_transformers.engine import TransformersEngine

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.messages import Message
-from twinkle_server.link import LinkClosed
+from twinkle_server.engine.messages import LinkClosed, Message
 from twinkle_server.operations import Accepted, Category, Future, Kind, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.settings import Limits, Settings, Times

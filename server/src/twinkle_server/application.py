@@ -1,4 +1,4 @@
-"""The application: endpoints, and how errors are told."""
+"""The application of a service: endpoints, how errors are told, and the middleware around them."""
 
 import logging
 from typing import Any
@@ -7,20 +7,66 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from twinkle_server.checkpoints.links import Links
+from twinkle_server import ports
+from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
-from twinkle_server.ports import Service
-from twinkle_server.routing import add_routes
+from twinkle_server.limits.body import BodyLimitMiddleware
+from twinkle_server.limits.head import RequestHeadMiddleware
+from twinkle_server.runtime.arrivals import ArrivalMiddleware
+from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
-from twinkle_server.tinker.answers import answer
+from twinkle_server.store.opening import Store
+from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
+from twinkle_server.telemetry.metrics import Metrics, TelemetryMiddleware
+from twinkle_server.tenancy.auth import AuditMiddleware, Authentication
+from twinkle_server.tenancy.keys import Keyring
+from twinkle_server.tenancy.quotas import Limited, Meter
+from twinkle_server.tinker import (
+    accounts,
+    client,
+    copying,
+    futures,
+    models,
+    runs,
+    sampling,
+    saves,
+    sessions,
+    training,
+)
 from twinkle_server.tinker.app_state import AppState, Records
-from twinkle_server.tinker.routes import tinker_routes
+from twinkle_server.tinker.requests import add_routes, answer
 
 _log = logging.getLogger(__name__)
 
 
+def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
+    """Return the outermost ASGI application.
+
+    Args:
+        settings: of the service.
+        store: open.
+        service: the runtime.
+        metrics: that the service counts into.
+    """
+    keys = Keyring(store.keys.all) if settings.auth else None
+    links = Links(settings.data, store.secret)
+    meter = Meter(service.queued)
+    faces = create_application(Limited(service, meter), store, settings, links)
+    add_routes(faces.router, download_routes(links))
+
+    async def status() -> dict[str, Any]:
+        return await service.status()
+
+    access = Access(keys, folder_token(store.secret), settings.local_metrics)
+    add_routes(faces.router, health_routes(service.ready, status, metrics, access))
+    bodies = BodyLimitMiddleware(AuditMiddleware(faces, store.audit), settings.limits)
+    metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
+    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
+    return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
+
+
 def create_application(
-    service: Service,
+    service: ports.Service,
     store: Records,
     settings: Settings,
     links: Links | None = None,
@@ -52,6 +98,19 @@ def create_application(
     application.add_exception_handler(HTTPException, _http_error)
     application.add_exception_handler(Exception, _failure)
     return application
+
+
+PREFIX = "/api/v1"
+# Routes are tried one after another: what is asked for all the time comes first.
+MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
+
+
+def tinker_routes() -> APIRouter:
+    """Return the endpoints of the Tinker protocol."""
+    router = APIRouter()
+    for module in MODULES:
+        add_routes(router, module.router, PREFIX)
+    return router
 
 
 def _service_error(_request: Request, error: Any) -> Response:

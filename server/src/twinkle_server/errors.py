@@ -100,3 +100,11 @@ async def refuse(send: Any, error: ServiceError) -> None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class StoreError(RuntimeError):
+    """The data directory cannot be used; the message says why and what to do."""
+
+
+class LeaseLost(Unavailable):
+    """Another process has taken over the data directory: this one must not write, and has to end."""

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 
 from twinkle_server.errors import BadRequest
-from twinkle_server.telemetry.redaction import holds_key
+from twinkle_server.telemetry.logs import holds_key
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 """Kinds of checkpoints, as they stand in a `tinker://` path."""

@@ -24,12 +24,12 @@ from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
 from twinkle_server.store.base import check_base
 from twinkle_server.store.opening import Store, open_store
-from twinkle_server.telemetry import logs, presence
+from twinkle_server.store.tenants import UsageLog
+from twinkle_server.telemetry import logs, status
 from twinkle_server.telemetry.health import folder_token
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.tenancy.auth import is_loopback
-from twinkle_server.tenancy.issue import issue
-from twinkle_server.tenancy.usage import UsageLog
+from twinkle_server.tenancy.keys import issue
 
 if TYPE_CHECKING:
     import uvicorn
@@ -166,12 +166,12 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         await service.start()
         try:
             assembly = await asyncio.to_thread(
-                importlib.import_module, "twinkle_server.assembly"
+                importlib.import_module, "twinkle_server.application"
             )  # while the engine starts
             application = assembly.assemble(settings, store, service, metrics)
             return await _answer(settings, application, service, store, listener, stop)
         finally:
-            presence.withdraw(settings.data)
+            status.withdraw(settings.data)
             await service.close()
             await usage.flush()
     except EngineFailed as error:
@@ -228,7 +228,7 @@ def _server(application: Any) -> "uvicorn.Server":
     """Return uvicorn without its handling of signals: a drain comes before the end."""
     import uvicorn
 
-    from twinkle_server.limits.protocol import GuardedProtocol
+    from twinkle_server.limits.head import GuardedProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -286,10 +286,8 @@ async def _first_key(settings: Settings, store: Store) -> None:
 def _say_ready(settings: Settings, listener: socket.socket, secret: bytes) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    here = presence.Presence(
-        os.getpid(), local_url(host, port), settings.served_name, time.time(), folder_token(secret)
-    )
-    presence.announce(Path(settings.data), here)
+    here = status.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time(), folder_token(secret))
+    status.announce(Path(settings.data), here)
     _say(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
 
 

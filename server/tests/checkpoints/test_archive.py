@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_server.checkpoints.archive import archive, archive_size, open_listed, pieces_of
+from twinkle_server.checkpoints.links import archive, archive_size, open_listed, pieces_of
 from twinkle_server.engine.files import publish, read_manifest
 
 

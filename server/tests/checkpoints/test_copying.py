@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_server.checkpoints.copying import copy_checkpoint
-from twinkle_server.engine.files import Damaged, publish, verify
+from twinkle_server.engine.files import Damaged, copy_checkpoint, publish, verify
 
 
 @pytest.fixture

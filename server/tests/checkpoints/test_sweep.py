@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from twinkle_server.checkpoints.sweep import Swept, orphans, sweep, unreferenced
 from twinkle_server.checkpoints.trash import Trash, size_of
-from twinkle_server.checkpoints.upkeep import Upkeep, Upkept
+from twinkle_server.checkpoints.upkeep import Swept, Upkeep, Upkept, orphans, sweep, unreferenced
 from twinkle_server.cli.server import main as server
 from twinkle_server.engine.files import publish
 from twinkle_server.errors import Unavailable
@@ -20,7 +19,7 @@ from twinkle_server.ids import CheckpointPath
 from twinkle_server.store import folders
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import Checkpoint
-from twinkle_server.tenancy.issue import issue
+from twinkle_server.tenancy.keys import issue
 
 HOUR = 3600.0
 DAY = 24 * HOUR

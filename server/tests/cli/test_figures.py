@@ -14,7 +14,7 @@ from server_raw import Failed, Raw, RawModel, row
 from serving import Served, ledger
 
 from twinkle_server.cli.server import main as server
-from twinkle_server.telemetry.redaction import tenant_mark
+from twinkle_server.telemetry.logs import tenant_mark
 
 SLOW, HANGING, SECONDS = 40, 66, 60.0
 Figures = dict[tuple[str, ...], float]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from server_raw import Failed, Raw, row
 
 from twinkle_server.cli.server import main as server
-from twinkle_server.telemetry.redaction import tenant_mark
+from twinkle_server.telemetry.logs import tenant_mark
 
 from .conftest import Process
 

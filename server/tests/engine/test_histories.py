@@ -10,7 +10,7 @@ from server_engine import Engine, engine, request
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.payloads import Load, Sample, Save
+from twinkle_server.operations import Load, Sample, Save
 from twinkle_server.wire import codec
 
 

@@ -15,7 +15,7 @@ from server_engine import Engine, engine, request
 
 from twinkle_server.engine import files, messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save, Unload
+from twinkle_server.operations import Create, Load, OptimStep, Sample, Save, Unload
 from twinkle_server.wire import codec
 
 

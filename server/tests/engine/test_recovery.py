@@ -10,7 +10,7 @@ from server_engine import Engine, engine, request
 
 from twinkle_server.engine import files, messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.payloads import Save
+from twinkle_server.operations import Save
 
 
 def train(made: Engine, queue_id: str, start: int, steps: int, first: int) -> int:

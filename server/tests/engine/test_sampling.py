@@ -12,10 +12,9 @@ from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
-from twinkle_server.engine.sample_queue import TOGETHER, Sampling
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.engine.scheduler import TimeSharing
-from twinkle_server.payloads import Sample
+from twinkle_server.engine.scheduler import TOGETHER, Sampling, TimeSharing
+from twinkle_server.operations import Sample
 
 
 class Decoder(Executor):

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle_server.engine.composition import Composition
-from twinkle_server.engine.queues import Task, TaskQueues
+from twinkle_server.engine.queues import Composition, Task, TaskQueues
 from twinkle_server.engine.scheduler import Alternation, Scheduler
 
 KINDS = ["create", "forward", "forward_backward", "forward_backward", "optim_step", "save", "load", "unload"]

@@ -12,7 +12,7 @@ from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.engine.snapshots import Snapshots
-from twinkle_server.payloads import Create
+from twinkle_server.operations import Create
 
 
 class Bench:

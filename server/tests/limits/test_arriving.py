@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_server.limits.middleware import OPERATIONS, ArrivalMiddleware
-from twinkle_server.runtime.arrivals import Arrivals
+from twinkle_server.runtime.arrivals import OPERATIONS, ArrivalMiddleware, Arrivals
 from twinkle_server.tenancy.auth import Caller
 
 NEVER = float("-inf")

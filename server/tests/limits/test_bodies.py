@@ -7,8 +7,8 @@ import orjson
 import pytest
 import zstandard
 
-from twinkle_server.limits import middleware as module
-from twinkle_server.limits.middleware import BodyLimitMiddleware
+from twinkle_server.limits import body as module
+from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.settings import Limits
 
 LIMITS = Limits(body_bytes=1000, decompressed_bytes=5000, inflight_bytes=20_000)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle_server.errors import BadRequest
-from twinkle_server.limits.body_checks import check_depth
+from twinkle_server.limits.body import check_depth
 
 
 def depth_of(value) -> int:
@@ -22,7 +22,7 @@ def depth_of(value) -> int:
 
 def test_the_bound_itself_passes_and_one_more_does_not() -> None:
     check_depth(b"[" * 64 + b"]" * 64)
-    with pytest.raises(BadRequest, match="at most 64 levels"):
+    with pytest.raises(BadRequest, match="nested at most 64 levels"):
         check_depth(b"[" * 65 + b"]" * 65)
 
 

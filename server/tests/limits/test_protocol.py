@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from twinkle_server.limits import protocol as module
-from twinkle_server.limits.middleware import BodyLimitMiddleware
-from twinkle_server.limits.protocol import GuardedProtocol
+from twinkle_server.limits import head as module
+from twinkle_server.limits.body import BodyLimitMiddleware
+from twinkle_server.limits.head import GuardedProtocol
 from twinkle_server.settings import Limits
 
 SECONDS = 20.0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_server.limits.middleware import RequestHeadMiddleware
+from twinkle_server.limits.head import RequestHeadMiddleware
 
 
 async def fine(scope: Any, receive: Any, send: Any) -> None:

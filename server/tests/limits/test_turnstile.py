@@ -2,7 +2,7 @@
 
 import asyncio
 
-from twinkle_server.limits.memory import Turnstile
+from twinkle_server.limits.body import Turnstile
 
 
 def test_one_passes_in_each_turn_of_the_loop_in_the_order_of_arrival() -> None:

@@ -8,7 +8,7 @@ import pytest
 from server_raw import datum, pass_body
 
 from twinkle_server.errors import Busy, TooLarge
-from twinkle_server.limits.body_checks import check_parts, check_weight
+from twinkle_server.limits.body import check_parts, check_weight
 from twinkle_server.settings import Limits
 from twinkle_server.wire import tinker_pb2 as wire
 

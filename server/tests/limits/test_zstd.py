@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle_server.errors import BadRequest, Busy, TooLarge
-from twinkle_server.limits.zstd import decompress
+from twinkle_server.limits.body import decompress
 
 MIB = 2**20
 

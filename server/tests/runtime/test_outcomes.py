@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import pytest
 from server_runtime import SOON, Database, within
 
-from twinkle_server.errors import Unavailable
+from twinkle_server.errors import LeaseLost, Unavailable
 from twinkle_server.operations import Operation, Outcome, Submission
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.store.faults import LeaseLost
 from twinkle_server.store.memory import MemoryJournal
 
 

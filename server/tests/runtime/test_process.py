@@ -15,8 +15,7 @@ from server_runtime import SOON, answer, within
 
 from twinkle_server.environment import scrubbed
 from twinkle_server.errors import NotFound
-from twinkle_server.operations import Accepted, Future, Kind, Submission
-from twinkle_server.payloads import Create, OptimStep
+from twinkle_server.operations import Accepted, Create, Future, Kind, OptimStep, Submission
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings, Times

@@ -14,8 +14,7 @@ from server_runtime import SOON, FakeEngine, Plan, answer, applied, within
 
 from twinkle_server.errors import Gone, Unavailable
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.operations import Accepted, Future, Kind, Outcome, Submission
-from twinkle_server.payloads import Create, Load, Save
+from twinkle_server.operations import Accepted, Create, Future, Kind, Load, Outcome, Save, Submission
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings, Times
 from twinkle_server.store import models

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from twinkle.hub.fingerprint import fingerprint
+from twinkle_server.errors import StoreError
 from twinkle_server.store import Store
 from twinkle_server.store.base import check_base
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.records import Checkpoint
 
 from .conftest import Run

@@ -12,11 +12,9 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from twinkle_server import failpoints
-from twinkle_server.errors import BadRequest, Unavailable
+from twinkle_server.errors import BadRequest, StoreError, Unavailable
 from twinkle_server.store import database as store_database
-from twinkle_server.store.connections import driver, worded
-from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.faults import StoreError
+from twinkle_server.store.database import SqliteDatabase, driver, worded
 from twinkle_server.store.filesystem import check_local
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, update
 
+from twinkle_server.errors import LeaseLost, StoreError
 from twinkle_server.operations import Outcome, Snapshot, Submission
 from twinkle_server.store import Store, lease, open_store
-from twinkle_server.store.faults import LeaseLost, StoreError
 from twinkle_server.store.lease import Owner
 from twinkle_server.store.tables import lease as table
 

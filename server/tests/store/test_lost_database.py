@@ -17,12 +17,12 @@ from ledger_engine import ENGINE, MODEL
 from twinkle.errors import ConfigError
 from twinkle_server.cli.server import main as server
 from twinkle_server.engine.files import publish
+from twinkle_server.errors import StoreError
 from twinkle_server.store import open_store
 from twinkle_server.store.aside import set_aside
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.inspection import damage
 from twinkle_server.store.records import Checkpoint
-from twinkle_server.tenancy.issue import issue
+from twinkle_server.tenancy.keys import issue
 
 
 def missing(database: Path) -> None:

@@ -13,7 +13,7 @@ from twinkle_server.operations import Snapshot
 from twinkle_server.store import Store, models, samplers
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Sampler, Session, Usage
 from twinkle_server.store.sessions import SessionSearch
-from twinkle_server.store.usage import day_of
+from twinkle_server.store.tenants import day_of
 
 Run = Callable[[Awaitable[Any]], Any]
 NOW = 100.0

@@ -9,8 +9,7 @@ from sqlalchemy import Connection, text
 
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
-from twinkle_server.payloads import Create, Sample, Save
+from twinkle_server.operations import Create, Operation, Outcome, Sample, Save, Snapshot, Submission
 from twinkle_server.store import Store, folders, retention, samplers
 from twinkle_server.store.records import Checkpoint, Model, Sampler, Session
 

@@ -12,10 +12,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection
 
+from twinkle_server.errors import StoreError
 from twinkle_server.store import Store, open_store, schema
-from twinkle_server.store.connections import driver
-from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.faults import StoreError
+from twinkle_server.store.database import SqliteDatabase, driver
 from twinkle_server.store.tables import metadata
 
 

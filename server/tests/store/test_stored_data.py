@@ -14,10 +14,9 @@ from server_raw import Raw, RawModel, RawSampler, pass_body, row, tokens_of
 from serving import Served, ledger
 from sqlalchemy import Connection
 
+from twinkle_server.errors import StoreError
 from twinkle_server.store import open_store, schema
-from twinkle_server.store.connections import driver
-from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.faults import StoreError
+from twinkle_server.store.database import SqliteDatabase, driver
 from twinkle_server.telemetry.status import ask
 
 from .test_schema import step, tables

@@ -12,13 +12,13 @@ import pytest
 
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.operations import Outcome, Submission
-from twinkle_server.store import Store, audit, checkpoints, keys, models, samplers, sessions, statements, usage
+from twinkle_server.store import Store, checkpoints, models, samplers, sessions, statements, tenants
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Sampler, Session, Usage
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.store.tables import TENANTS_TABLES, metadata
 
 Run = Callable[[Awaitable[Any]], Any]
-MODULES = (sessions, models, samplers, checkpoints, keys, audit, usage)
+MODULES = (sessions, models, samplers, checkpoints, tenants)
 EVERYBODYS = {"meta", "lease", "tenants", "compositions", "payloads", "results", "folders"}
 """Tables without a tenant: of the whole directory, or keyed by an operation that has one."""
 OF_LANES = {

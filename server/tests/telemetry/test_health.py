@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from twinkle_server.errors import ServiceError
 from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
 from twinkle_server.telemetry.metrics import Metrics
-from twinkle_server.telemetry.presence import FOLDER_TOKEN
+from twinkle_server.telemetry.status import FOLDER_TOKEN
 from twinkle_server.tenancy.auth import Authentication, Caller
 
 HERE, ELSEWHERE = ("127.0.0.1", 1), ("192.0.2.7", 1)

@@ -6,8 +6,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from twinkle_server.telemetry import metrics as module
-from twinkle_server.telemetry.metrics import OTHERS, Metrics
-from twinkle_server.telemetry.requests import TelemetryMiddleware
+from twinkle_server.telemetry.metrics import OTHERS, Metrics, TelemetryMiddleware
 
 
 def read(metrics: Metrics) -> dict[tuple[str, ...], float]:

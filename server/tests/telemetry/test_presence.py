@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from twinkle_server.store.opening import open_store
-from twinkle_server.telemetry.presence import FILE, Presence, announce, find, withdraw
-from twinkle_server.telemetry.status import ask, read_figures
+from twinkle_server.telemetry.status import FILE, Presence, announce, ask, find, read_figures, withdraw
 
 
 def test_a_server_that_runs_is_found_until_it_withdraws(tmp_path: Path) -> None:

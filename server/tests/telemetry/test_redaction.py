@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from twinkle_server.telemetry import logs
-from twinkle_server.telemetry.redaction import redact, tenant_mark
+from twinkle_server.telemetry.logs import redact, tenant_mark
 from twinkle_server.tenancy.keys import new_key
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbGljZSJ9.c2lnbmF0dXJl"

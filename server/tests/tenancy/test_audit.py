@@ -10,8 +10,7 @@ from twinkle_server.application import create_application
 from twinkle_server.errors import Unavailable
 from twinkle_server.settings import Settings
 from twinkle_server.store.records import AuditEntry
-from twinkle_server.tenancy.audit import EVENTS, AuditMiddleware
-from twinkle_server.tenancy.auth import Caller
+from twinkle_server.tenancy.auth import EVENTS, AuditMiddleware, Caller
 
 ALICE = Caller("alice", "key-1")
 

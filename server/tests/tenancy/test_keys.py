@@ -10,8 +10,7 @@ import pytest
 from twinkle_server.errors import BadRequest, NotFound, Unavailable
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy import keys as module
-from twinkle_server.tenancy.issue import issue, revoke
-from twinkle_server.tenancy.keys import Keyring, hash_key, lookup, make_record, matches, new_key
+from twinkle_server.tenancy.keys import Keyring, hash_key, issue, lookup, make_record, matches, new_key, revoke
 
 
 @pytest.fixture

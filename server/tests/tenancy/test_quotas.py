@@ -11,8 +11,7 @@ from twinkle_server.store.models import add as add_model
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import Checkpoint, Model, Session
 from twinkle_server.tenancy.auth import CURRENT, Caller
-from twinkle_server.tenancy.limited import Limited
-from twinkle_server.tenancy.quotas import Meter, Quotas, check_room
+from twinkle_server.tenancy.quotas import Limited, Meter, Quotas, check_room
 
 
 class World:
@@ -226,7 +225,7 @@ def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
     def full(connection: object, caller: Caller, kind: str, now: float) -> None:
         raise Forbidden("no room")
 
-    monkeypatch.setattr("twinkle_server.tenancy.limited.check_room", full)
+    monkeypatch.setattr("twinkle_server.tenancy.quotas.check_room", full)
     refused: list[str | None] = []
 
     class Noting(Service):

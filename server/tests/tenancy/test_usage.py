@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from twinkle_server.store import tenants as module
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import Usage
-from twinkle_server.tenancy import usage as module
-from twinkle_server.tenancy.usage import UsageLog
+from twinkle_server.store.tenants import UsageLog
 
 
 @pytest.fixture

@@ -19,9 +19,8 @@ from twinkle_server.application import create_application
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.engine.files import publish
 from twinkle_server.ids import new_id
-from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
-from twinkle_server.payloads import Sample, Save
-from twinkle_server.runtime.effects import StoreEffects
+from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Sample, Save, Submission
+from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store import Store, open_store
 from twinkle_server.tenancy.auth import Authentication, Caller

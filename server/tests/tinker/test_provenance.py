@@ -10,7 +10,7 @@ import pytest
 
 from twinkle_server.tinker import provenance
 from twinkle_server.wire import tinker_pb2 as pb
-from twinkle_server.wire.arrays import write_tensor
+from twinkle_server.wire.codec import write_tensor
 
 BASE = "/models/of/tiny/v1"
 PROMPT = [1, 2, 3]

@@ -12,11 +12,10 @@ import httpx
 import orjson
 import pytest
 
-from twinkle_server.tinker import bodies, submitting
-from twinkle_server.tinker.bodies import LARGE, parse
+from twinkle_server.tinker import requests
+from twinkle_server.tinker.requests import LARGE, parse
 from twinkle_server.wire import tinker_pb2 as pb
-from twinkle_server.wire.arrays import write_tensor
-from twinkle_server.wire.codec import read_forward_backward_output
+from twinkle_server.wire.codec import read_forward_backward_output, write_tensor
 
 np = pytest.importorskip("numpy")
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -316,8 +315,7 @@ def test_large_bodies_are_read_off_the_loop(served, monkeypatch: pytest.MonkeyPa
         on_the_loop.append(asyncio._get_running_loop() is not None)
         return parse(data, kind)
 
-    for module in (bodies, submitting):
-        monkeypatch.setattr(module, "parse", recorded)
+    monkeypatch.setattr(requests, "parse", recorded)
     assert client.post(path, json=body).status_code == (422 if form == "unreadable" else 200)
     assert on_the_loop
     assert not any(on_the_loop)

@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twinkle_server.wire import tinker_pb2 as pb
-from twinkle_server.wire.arrays import read_tensor
 from twinkle_server.wire.codec import (
     datum_inputs,
     datum_tokens,
@@ -14,6 +13,7 @@ from twinkle_server.wire.codec import (
     parse_request,
     read_forward_backward_output,
     read_sample_response,
+    read_tensor,
 )
 from twinkle_server.wire.json_bodies import pass_message, tensor_message
 

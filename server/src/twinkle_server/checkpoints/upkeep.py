@@ -1,7 +1,13 @@
-"""What is done to checkpoints from time to time: expiry, the newest K, the sweep into the trash, and its emptying."""
+"""What is done to checkpoints from time to time: expiry, the newest K, the sweep into the trash, and its emptying.
+
+The sweep finds what no row names any more, and tells what a row once named from what is of unknown origin. Only the
+former, and drafts that no writer finished, go to the trash by themselves. The others are orphans: they may be what a
+newer database knew before an older one was restored, so an operator decides (`twinkle server orphans`).
+"""
 
 import asyncio
 import errno
+import os
 import shutil
 import sqlite3
 import time
@@ -13,16 +19,16 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, func, select
 
-from twinkle_server.checkpoints.sweep import AGE, Swept, orphans, sweep
-from twinkle_server.checkpoints.trash import Trash
+from twinkle_server.checkpoints.trash import PLACES, Trash, size_of
+from twinkle_server.engine.files import TEMPORARY
 from twinkle_server.errors import Unavailable
 from twinkle_server.ports import Database
 from twinkle_server.store import folders
 from twinkle_server.store.checkpoints import Checkpoints
-from twinkle_server.store.keys import Keys
 from twinkle_server.store.records import Key
 from twinkle_server.store.retention import Retention
 from twinkle_server.store.tables import checkpoints
+from twinkle_server.store.tenants import Keys
 
 _log = structlog.get_logger(__name__)
 KEPT: Final = 86400.0
@@ -32,6 +38,36 @@ _BRIEF: Final = 600.0
 _ROOM: Final = 256 * 2**20
 """Free bytes below which the disk counts as full, or a fiftieth of the disk if that is less."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+AGE = 3600.0
+"""Seconds that everything is kept, for whoever is about to write its row."""
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep moved to the trash.
+
+    Attributes:
+        entries: folders and files.
+        size: bytes in them.
+    """
+
+    entries: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A folder or file that no row ever named.
+
+    Attributes:
+        folder: relative to the data directory.
+        changed: when it was last changed, in UTC seconds.
+        size: bytes.
+    """
+
+    folder: str
+    changed: float
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +328,78 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         origin = getattr(error, "orig", None)
         error = origin if isinstance(origin, BaseException) else error.__cause__
+
+
+def unreferenced(
+    data: Path, referenced: Collection[str], age: float = AGE, now: float | None = None
+) -> Iterator[tuple[str, float]]:
+    """Yield folders and files that no row names and that are old enough, with the time of their last change.
+
+    Args:
+        data: the data directory.
+        referenced: paths relative to it that are in use, read after `now`.
+        age: seconds that everything is kept.
+        now: UTC seconds.
+    """
+    limit = (time.time() if now is None else now) - age
+    for place in PLACES:
+        try:
+            entries = list(os.scandir(data / place))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            if f"{place}/{entry.name}" in referenced and not is_draft(entry.name):
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            changed = max(found.st_mtime, found.st_ctime)
+            if changed < limit:
+                yield f"{place}/{entry.name}", changed
+
+
+def sweep(
+    data: Path,
+    referenced: Collection[str],
+    named: Collection[str],
+    until: Callable[[str], float],
+    age: float = AGE,
+    now: float | None = None,
+) -> Swept:
+    """Move to the trash what a row named and no row names any more, and drafts.
+
+    Args:
+        data: the data directory.
+        referenced: paths relative to it that are in use, read after `now`.
+        named: paths that a row has named at any time.
+        until: returns when a path is emptied from the trash, in UTC seconds.
+        age: seconds that everything is kept.
+        now: UTC seconds.
+    """
+    swept, trash = Swept(), Trash(data)
+    for folder, _ in list(unreferenced(data, referenced, age, now)):
+        if folder not in named and not is_draft(folder.partition("/")[2]):
+            continue
+        size = trash.put(data / folder, until(folder))
+        if size is not None:
+            swept.entries += 1
+            swept.size += size
+    return swept
+
+
+def orphans(
+    data: Path, referenced: Collection[str], named: Collection[str], age: float = AGE, now: float | None = None
+) -> list[Orphan]:
+    """Return folders and files that no row ever named, oldest first; drafts are none."""
+    found = []
+    for folder, changed in unreferenced(data, referenced, age, now):
+        size = size_of(data / folder)
+        if folder not in named and not is_draft(folder.partition("/")[2]) and size is not None:
+            found.append(Orphan(folder, changed, size))
+    return sorted(found, key=lambda each: (each.changed, each.folder))
+
+
+def is_draft(name: str) -> bool:
+    """Return whether a name is that of something that its writer did not finish."""
+    return name.startswith(TEMPORARY)

@@ -128,7 +128,7 @@ def main(
     The first start on an empty folder makes an operator's key and prints it once; `twinkle server keys create` makes
     others. SIGTERM ends what runs, keeps its state, and exits.
     """
-    from twinkle_server.cli.problems import told
+    from twinkle_server.cli.server import told
     from twinkle_server.serve import serve
     from twinkle_server.settings import Limits, Settings, Times
 

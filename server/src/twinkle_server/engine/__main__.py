@@ -12,9 +12,9 @@ from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.losses.catalog import Losses
 from twinkle_server.engine.losses.workers import WorkerLimits
+from twinkle_server.engine.messages import BlockingLink
 from twinkle_server.engine.provider import engine_name
 from twinkle_server.engine.revocations import RevocationWatch
-from twinkle_server.link import BlockingLink
 from twinkle_server.settings import Settings
 
 _PR_SET_PDEATHSIG = 1

@@ -228,3 +228,31 @@ def sync_directory(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def copy_checkpoint(source: Path, target: Path, facts: Mapping[str, Any] | None = None) -> Published:
+    """Publish a checkpoint's files a second time, without a second place on the disk where links can be made.
+
+    Args:
+        source: a published folder; its files are compared with their hashes.
+        target: where the copy goes; not there yet.
+        facts: said in the copy's manifest; None takes the source's.
+
+    Raises:
+        Damaged: the source is not what was published.
+        OSError: the disk took no more.
+    """
+    manifest = verify(source)
+
+    def write(folder: Path) -> None:
+        for name in manifest.files:
+            _place(source / name, folder / name)
+
+    return publish(target, write, manifest.facts if facts is None else facts)
+
+
+def _place(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target, follow_symlinks=False)

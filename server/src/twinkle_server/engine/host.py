@@ -18,14 +18,11 @@ from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.files import Published
-from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Task, TaskQueues
-from twinkle_server.engine.results import cancelled
+from twinkle_server.engine.messages import LinkClosed, Message
+from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Task, TaskQueues, cancelled
 from twinkle_server.engine.runner import OperationRunner, Sources
-from twinkle_server.engine.sample_queue import Sampling
-from twinkle_server.engine.scheduler import Scheduler, TimeSharing
+from twinkle_server.engine.scheduler import Sampling, Scheduler, TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
-from twinkle_server.link import LinkClosed
 from twinkle_server.settings import Settings
 
 _PIECES = 4

@@ -1,14 +1,46 @@
-"""What waits in the engine: for each model its operations, in the order in which they were sent."""
+"""What waits in the engine: for each model its operations, in the order in which they were sent.
+
+A `Task` is one of them, `Composition` says in which passes it was computed, and `done` and `cancelled` are how it ends.
+"""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
-from twinkle_server.engine.composition import Composition
+import orjson
+
+from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import PASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Passes in which an operation was computed, in order.
+
+    Attributes:
+        passes: what the engine recorded. Of each its number (`pass`), which grows with time and is the same for all
+            operations that shared it; the rest is the engine's own.
+    """
+
+    passes: Sequence[Mapping[str, Any]]
+
+    @property
+    def first(self) -> int:
+        """Number of the first pass."""
+        return int(self.passes[0]["pass"])
+
+    def dump(self) -> str:
+        """Return it as the log keeps it."""
+        return orjson.dumps(self.passes).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> "Composition":
+        """Read what `dump` wrote."""
+        return cls(orjson.loads(text))
+
 
 RESTORE = "restore"
 DETACH = "detach"
@@ -87,6 +119,20 @@ class Task:
     def steps(self) -> bool:
         """Whether it may share a fused optimizer step."""
         return self.kind == "optim_step" and not self.alone
+
+
+def done(
+    task: Task, result: bytes = b"", extra: dict[str, Any] | None = None, composition: Composition | None = None
+) -> Message:
+    """Return the message that an operation is done."""
+    head = {"id": task.id, "error": None, "category": None, "extra": extra or {}}
+    return Message(messages.DONE, head if composition is None else head | {"composition": composition.dump()}, result)
+
+
+def cancelled(operation: int) -> Message:
+    """Return the message that an operation ended because nobody wanted it."""
+    head = {"id": operation, "error": "cancelled", "category": "user", "extra": {}, "cancelled": True}
+    return Message(messages.DONE, head)
 
 
 class TaskQueues:

@@ -10,17 +10,15 @@ import orjson
 
 from twinkle.errors import EngineFault
 from twinkle_server.engine import files, messages, queues
-from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.encryption import Encrypted
+from twinkle_server.engine.errors import Lost, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Task, TaskQueues
-from twinkle_server.engine.results import Lost, done, failed, is_out_of_memory, is_passing
+from twinkle_server.engine.queues import Composition, Task, TaskQueues, done
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
-from twinkle_server.operations import PASSES
-from twinkle_server.payloads import Create, Load, OptimStep, Save
+from twinkle_server.operations import PASSES, Create, Load, OptimStep, Save
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2

@@ -13,11 +13,9 @@ from twinkle.data_format import SampledSequence, SampleResponse
 from twinkle.engine import AdapterVersion, Engine, SampleRequest
 from twinkle.errors import CheckpointError, Unsupported
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error
-from twinkle_server.operations import ModelInfo
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import ModelInfo, Sample
 from twinkle_server.wire import codec
-from twinkle_server.wire.arrays import MAX_CELLS, Sparse
-from twinkle_server.wire.codec import Array, SampledPrompt, SampledText, TopK
+from twinkle_server.wire.codec import MAX_CELLS, Array, SampledPrompt, SampledText, Sparse, TopK
 
 KEPT_BYTES = 512 * 2**20
 """Weights that no request samples from stay in memory up to this size."""

@@ -1,32 +1,33 @@
-"""The running service without its tables: operations go into the log, through the engine, and come back as futures."""
+"""The running service without its tables: operations go into the log, through the engine, and come back as futures.
+
+`EngineEvents` takes the engine's messages about models: results are written, and queues go on, close, or are released.
+`Janitor` does what must be looked after from time to time; each chore fails for itself, and is done again in its turn.
+"""
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import orjson
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.errors import Busy, Unavailable, Unprocessable
-from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
-from twinkle_server.payloads import Save
+from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
+from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
 from twinkle_server.ports import Effects, Figures, Journal
-from twinkle_server.runtime.arrivals import Arrivals
-from twinkle_server.runtime.cancellation import Cancellation
+from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
-from twinkle_server.runtime.engine_events import EngineEvents
 from twinkle_server.runtime.futures import Futures
-from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.queues import MAX_GAP, ModelQueue
+from twinkle_server.runtime.queues import MAX_GAP, Closed, ModelQueue, State
 from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
 from twinkle_server.runtime.supervision import Child, ChildProcess, StartChild, Supervisor
 from twinkle_server.settings import Settings
-from twinkle_server.store.faults import LeaseLost
-from twinkle_server.telemetry.logs import REQUEST
-from twinkle_server.telemetry.operations import log_ended
+from twinkle_server.telemetry.logs import REQUEST, log_ended
 
 _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
@@ -386,3 +387,168 @@ def _starter(settings: Settings) -> Callable[[bool], Awaitable[Child]]:
         return await ChildProcess.start(settings, first=first)
 
     return start
+
+
+_LACKING = "memory or descriptors are lacking"
+
+
+class EngineEvents:
+    """Handles the messages of the engine about models.
+
+    Args:
+        dispatcher: knows what the engine has.
+        journal: the log.
+        outcomes: writes.
+        effects: the rest of the store.
+
+    Attributes:
+        unrecorded: folders of snapshots whose rows are not written yet.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, effects: Effects) -> None:
+        self._dispatcher = dispatcher
+        self.unrecorded: set[str] = set()
+        self._journal = journal
+        self._outcomes = outcomes
+        self._effects = effects
+
+    def done(self, message: Message) -> None:
+        """Take the answer to an operation; one that was dropped meanwhile is nobody's."""
+        flight = self._dispatcher.land(message.head["id"])
+        if flight is None:
+            return
+        operation, queue, error = flight.operation, flight.queue, message.head.get("error")
+        if not flight.replay:
+            queue.worked()
+            self._outcomes.put(operation, self._outcome(operation, message.head, message.body))
+            self._follow(queue, operation, failed=error is not None)
+        elif error is None:
+            self._dispatcher.repeated(operation)
+        elif message.head.get("later"):
+            self._dispatcher.postpone(queue, _LACKING)
+        else:
+            self._dispatcher.corrupt(queue, f"operation {operation.number} failed when it was done again: {error}")
+        self._dispatcher.release(queue)
+
+    def _outcome(self, operation: Operation, head: dict[str, Any], body: bytes) -> Outcome:
+        if head.get("error") is not None:
+            return Outcome(operation.id, error=str(head["error"]), category=head.get("category") or "server")
+        try:
+            outcome = self._effects.done(operation, head.get("extra") or {}, body)
+            outcome.composition = head.get("composition")
+            return outcome
+        except Exception:
+            _log.exception("cannot write the result of operation %d", operation.id)
+            return Outcome(operation.id, error="the result could not be written", category="server")
+
+    def _follow(self, queue: ModelQueue, operation: Operation, failed: bool) -> None:
+        if failed and operation.kind == "create":
+            self._dispatcher.close(queue, NEVER_CREATED)
+        elif operation.kind == "unload" and not failed:
+            self._dispatcher.close(queue, Closed("this model was unloaded"))
+            self._outcomes.then(self._effects.unloaded)
+        elif not failed and _reads_checkpoint(operation):
+            self._dispatcher.tell(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
+
+    def restored(self, message: Message) -> None:
+        """Take the answer to a RESTORE."""
+        queue = self._dispatcher.queues.get(message.head["queue_id"])
+        if queue is None:
+            return
+        queue.restored()
+        if queue.postponed is not None:
+            self._dispatcher.forgotten(queue)
+        elif message.head.get("later"):
+            self._dispatcher.postpone(queue, _LACKING)
+        elif message.head.get("error") is not None and queue.closed is None:
+            _log.error("snapshot of model %s: %s", queue.name, message.head["error"])
+            self._dispatcher.corrupt(queue, "the newest snapshot cannot be read")
+
+    def snapshotted(self, message: Message) -> None:
+        """Write that a snapshot is there, behind the outcomes of what it contains."""
+        snapshot = Snapshot(**message.head)
+        self.unrecorded.add(snapshot.folder)
+        queue = self._dispatcher.queues.get(snapshot.queue_id)
+        late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # of a model that was taken back
+        agreed = not late and self._agrees(snapshot)
+
+        async def record() -> None:
+            if not (agreed and self._agrees(snapshot)):
+                await self._effects.remove([snapshot.folder])
+            else:
+                await self._effects.remove(await self._journal.snapshotted(snapshot))
+            self.unrecorded.discard(snapshot.folder)
+
+        self._outcomes.then(record)
+
+    def _agrees(self, snapshot: Snapshot) -> bool:
+        """Return whether a snapshot is of a model that goes on, and contains nothing that is to be done again."""
+        queue = self._dispatcher.queues.get(snapshot.queue_id)
+        return queue is None or (queue.closed is None and queue.agrees_with(snapshot.number))
+
+    def detached(self, message: Message) -> None:
+        """Note that the engine let go of a model."""
+        queue = self._dispatcher.queues.get(message.head["queue_id"])
+        if queue is None:
+            return
+        if queue.detached() and queue.head is None:
+            self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
+        self._dispatcher.kick(queue)
+
+
+def _reads_checkpoint(operation: Operation) -> bool:
+    """Whether it cannot be done again once its checkpoint is deleted, so that a snapshot should cover it soon."""
+    if operation.kind == "load":
+        return True
+    if operation.kind != "create" or operation.payload is None:
+        return False
+    return orjson.loads(operation.payload).get("source") is not None
+
+
+@dataclass(slots=True)
+class Chore:
+    """Something to be done.
+
+    Attributes:
+        name: for the log.
+        every: seconds from one time to the next.
+        work: does it.
+        due: when it is next due, on the monotonic clock.
+    """
+
+    name: str
+    every: float
+    work: Callable[[], Awaitable[object]]
+    due: float = 0.0
+
+
+class Janitor:
+    """Does chores, one after another."""
+
+    def __init__(self) -> None:
+        self._chores: list[Chore] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, name: str, every: float, work: Callable[[], Awaitable[object]]) -> None:
+        """Take on a chore."""
+        self._chores.append(Chore(name, every, work, time.monotonic() + every))
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run(), name="janitor")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while self._chores:
+            chore = min(self._chores, key=lambda entry: entry.due)
+            await asyncio.sleep(max(0.0, chore.due - time.monotonic()))
+            try:
+                await chore.work()
+            except Exception:
+                _log.exception("%s failed; it will be retried", chore.name)
+            chore.due = time.monotonic() + chore.every

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.messages import Message
-from twinkle_server.link import LinkClosed
-from twinkle_server.operations import PASSES, Category, Operation, Outcome
-from twinkle_server.payloads import Sample
+from twinkle_server.engine.messages import LinkClosed, Message
+from twinkle_server.operations import PASSES, Category, Operation, Outcome, Sample
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import Closed, InFlight, ModelQueue

@@ -12,7 +12,7 @@ from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.errors import Busy
 from twinkle_server.ports import Figures
 from twinkle_server.runtime.core import Runtime
-from twinkle_server.runtime.effects import StoreEffects
+from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings

@@ -5,7 +5,7 @@ import time
 from typing import Protocol
 
 from twinkle_server.ports import Effects
-from twinkle_server.runtime.cancellation import Cancellation
+from twinkle_server.runtime.arrivals import Cancellation
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.queues import Closed
 from twinkle_server.settings import Times

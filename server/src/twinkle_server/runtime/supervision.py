@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.messages import Message
+from twinkle_server.engine.messages import AsyncLink, LinkClosed, Message
 from twinkle_server.environment import scrubbed
-from twinkle_server.link import AsyncLink, LinkClosed
 from twinkle_server.operations import ModelInfo
 from twinkle_server.settings import Settings, Times
 

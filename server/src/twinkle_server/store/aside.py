@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from twinkle_server.errors import StoreError
 from twinkle_server.failpoints import reach
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import sync_folder
 from twinkle_server.store.inspection import DATABASE, PLACES, SIDES
 

@@ -7,8 +7,8 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects import sqlite
 
 from twinkle.hub.fingerprint import commit_of, fingerprint
+from twinkle_server.errors import StoreError
 from twinkle_server.ports import Database
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.tables import checkpoints, meta, models
 
 

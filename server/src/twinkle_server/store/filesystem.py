@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from twinkle_server.store.faults import StoreError
+from twinkle_server.errors import StoreError
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _REMOTE = {

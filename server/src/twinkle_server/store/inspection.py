@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import quote
 
-from twinkle_server.store.faults import StoreError
+from twinkle_server.errors import StoreError
 from twinkle_server.store.tables import metadata
 
 DATABASE: Final = "twinkle.db"

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from twinkle_server.errors import StoreError
 from twinkle_server.store import schema
 from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.tables import lease
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")

@@ -12,7 +12,7 @@ from typing import Any
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
 from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
 from twinkle_server.ports import Database
-from twinkle_server.store.requests import LOST_DIGEST, is_ours, new_request
+from twinkle_server.store.journal import LOST_DIGEST, is_ours, new_request
 
 
 class MemoryJournal:

@@ -1,6 +1,11 @@
-"""Opening the data directory: schema, lease, secret, and the record stores together."""
+"""Opening the data directory: schema, lease, the record stores together, and the secret.
 
+The secret is 32 random bytes in a file that only its owner may read.
+"""
+
+import contextlib
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -8,26 +13,60 @@ from typing import Final
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import sqlite
 
+from twinkle_server.errors import StoreError
+from twinkle_server.failpoints import reach
 from twinkle_server.ids import new_id
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store import lease, schema
 from twinkle_server.store.aside import ASIDE
-from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local, sync_folder
 from twinkle_server.store.inspection import DATABASE, PLACES, SIDES, check_database, check_whole
 from twinkle_server.store.journal import SqliteJournal
-from twinkle_server.store.keys import Keys
 from twinkle_server.store.models import Models
 from twinkle_server.store.recorded import Recorded
 from twinkle_server.store.retention import Retention
 from twinkle_server.store.samplers import Samplers
-from twinkle_server.store.secret import read_secret
 from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
-from twinkle_server.store.usage import UsageTable
+from twinkle_server.store.tenants import Audit, Keys, UsageTable
+
+_SIZE: Final = 32
+
+
+def read_secret(data: Path) -> bytes:
+    """Return the secret of a data directory; it is made if it is not there.
+
+    Raises:
+        StoreError: the file is not what was written.
+    """
+    path = data / "secret"
+    if not path.exists():
+        _make(path)
+    secret = path.read_bytes()
+    if len(secret) != _SIZE:
+        raise StoreError(
+            f"{path} must have {_SIZE} bytes, got {len(secret)}; restore it from a backup, or remove it, which "
+            f"invalidates existing download links and unfinished futures"
+        )
+    path.chmod(0o600)
+    return secret
+
+
+def _make(path: Path) -> None:
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(secrets.token_bytes(_SIZE))
+        file.flush()
+        os.fsync(file.fileno())
+    reach("secret.before_link")
+    with contextlib.suppress(FileExistsError):  # another process was faster: its secret holds
+        path.hardlink_to(temporary)
+    temporary.unlink()
+    sync_folder(path.parent)
+
 
 _OURS: Final = ("lock", "secret", "server.json", "lost+found", ASIDE, *SIDES, *PLACES)
 

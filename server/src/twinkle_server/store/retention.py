@@ -9,10 +9,8 @@ from sqlalchemy import Connection
 
 from twinkle_server.settings import Times
 from twinkle_server.store import statements as sql
-from twinkle_server.store.connections import driver
-from twinkle_server.store.database import SqliteDatabase
-from twinkle_server.store.journal import SqliteJournal
-from twinkle_server.store.writing import drop_payloads
+from twinkle_server.store.database import SqliteDatabase, driver
+from twinkle_server.store.journal import SqliteJournal, drop_payloads
 
 _BATCH: Final = 500
 """Rows of one transaction, so that nobody waits long behind it."""

@@ -10,7 +10,7 @@ from typing import Final
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from twinkle_server.store.faults import StoreError
+from twinkle_server.errors import StoreError
 from twinkle_server.store.tables import metadata
 
 FOLDER: Final = Path(__file__).parent / "migrations"

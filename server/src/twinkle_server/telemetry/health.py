@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from twinkle_server.errors import Forbidden
 from twinkle_server.telemetry.metrics import Metrics
-from twinkle_server.telemetry.presence import FOLDER_TOKEN
+from twinkle_server.telemetry.status import FOLDER_TOKEN
 from twinkle_server.tenancy.auth import Keys, check_local, header, identify
 
 PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})

@@ -1,16 +1,47 @@
-"""Logs: one JSON object a line on standard error, whatever library speaks; secrets are taken out last."""
+"""Logs: one JSON object a line on standard error, whatever library speaks; secrets are taken out last.
 
+Lines about operations say who asked for what, and how it ended: names and figures, never what was in them.
+"""
+
+import hmac
 import logging
+import re
 import sys
 import time
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
 
 import orjson
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from twinkle_server.telemetry.redaction import redact, tenant_mark
+from twinkle_server.operations import Accepted, Operation, Submission
+
+_SECRETS = re.compile(
+    r"tml-[A-Za-z0-9_-]{6,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){0,2}"
+    r"|(?<=download/)[A-Za-z0-9_-]{20,}(?:\.[A-Za-z0-9_-]+)*"
+    r"|(?P<header>(?:x-api-key|authorization|cookie)[\"'\]]*\s*[:=,]\s*[b\"'\\]*)[^\"'\s,}\\]+",
+    re.IGNORECASE,
+)
+_KEY = re.compile(r"tml-[A-Za-z0-9_-]{43}")
+HIDDEN = "[hidden]"
+
+
+def redact(text: str) -> str:
+    """Return a text without keys, tokens, signed links and the headers that carry them."""
+    return _SECRETS.sub(lambda found: (found["header"] or "") + HIDDEN, text)
+
+
+def holds_key(text: str) -> bool:
+    """Return whether a text has an API key in it: no name may, for names are shown and kept."""
+    return _KEY.search(text) is not None
+
+
+def tenant_mark(tenant: str, secret: bytes) -> str:
+    """Return what stands for a tenant in logs and figures; it cannot be turned back without the secret."""
+    return hmac.digest(secret, b"tenant\0" + tenant.encode(), "sha256").hex()[:12]
+
 
 REQUEST: ContextVar[str | None] = ContextVar("request", default=None)
 """Id of the request that is being answered; every line that is written meanwhile carries it."""
@@ -119,3 +150,38 @@ def _render(logger: WrappedLogger, name: str, event: EventDict) -> str:
 
 def _redact(logger: WrappedLogger, name: str, event: EventDict | str) -> str:
     return redact(str(event))
+
+
+ASKED: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
+"""`names` of what the request that is being answered asks for, once its model is known to be the caller's."""
+_standard = logging.getLogger(__name__)
+_room = Room("operations that failed")
+
+
+def names(of: Submission | Operation) -> dict[str, Any]:
+    """Return the fields that say which operation a line is about."""
+    return {"model" if of.ordered else "sampler": of.queue_id, "kind": of.kind, "number": of.number}
+
+
+def log_taken(submission: Submission, accepted: Accepted) -> None:
+    """Write that an operation is in the log; "known" is one that came before, and comes again."""
+    if _standard.isEnabledFor(logging.DEBUG):
+        outcome = "taken" if accepted.fresh else "known"
+        _log.debug("operation", outcome=outcome, tenant=submission.tenant, future=accepted.request, **names(submission))
+
+
+def log_ended(operation: Operation, outcome: str, seconds: float) -> None:
+    """Write how an operation ended: what failed always, by users' faults so many a second; the rest for those who look.
+
+    Args:
+        operation: that is over.
+        outcome: "done", "cancelled", or whose fault a failure was.
+        seconds: since it was taken.
+    """
+    level = {"done": logging.DEBUG, "cancelled": logging.DEBUG, "user": logging.INFO}.get(outcome, logging.WARNING)
+    if not _standard.isEnabledFor(level) or (level == logging.INFO and not _room.take()):
+        return
+    fields = {"operation": operation.id, "future": operation.request, "seconds": round(seconds, 4), **names(operation)}
+    if operation.asked_by is not None:
+        fields["request"] = operation.asked_by
+    _log.log(level, "operation", outcome=outcome, tenant=operation.tenant, tokens=operation.tokens, **fields)

@@ -1,7 +1,12 @@
-"""What a data directory's service does: asked of the server that runs, or read from the database."""
+"""Where the running server of a data directory is, and what it does, for commands on the same machine.
+
+The server says where it is in a small file (`announce`). What it does is asked of it, or read from the database.
+"""
 
 import http.client
+import os
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,9 +14,59 @@ from urllib.parse import urlsplit
 import orjson
 from sqlalchemy import Connection, func, select
 
+from twinkle_server.engine.files import TEMPORARY
+from twinkle_server.ids import new_id
 from twinkle_server.ports import Database
 from twinkle_server.store.tables import checkpoints, keys, models, operations, sessions
-from twinkle_server.telemetry import presence
+
+FILE = "server.json"
+FOLDER_TOKEN = "X-Twinkle-Folder"
+"""Header with the token of the file, which only a process that can read the data directory knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """A server that runs, or was killed.
+
+    Attributes:
+        pid: of its API process.
+        url: as this machine reaches it.
+        name: what clients call the model.
+        started: UTC seconds.
+        token: that shows the server that this file could be read; see `health.Access`.
+    """
+
+    pid: int
+    url: str
+    name: str
+    started: float
+    token: str = ""
+
+
+def announce(data: Path, presence: Presence) -> None:
+    """Write the file, whole or not at all."""
+    work = data / f"{TEMPORARY}{new_id()}"
+    work.touch(mode=0o600, exist_ok=False)  # before the token is in it
+    work.write_bytes(orjson.dumps(asdict(presence)))
+    work.replace(data / FILE)
+
+
+def withdraw(data: Path) -> None:
+    """Remove the file."""
+    (data / FILE).unlink(missing_ok=True)
+
+
+def find(data: Path) -> Presence | None:
+    """Return the server that runs on a data directory; None if there is none."""
+    try:
+        found = Presence(**orjson.loads((data / FILE).read_bytes()))
+        os.kill(found.pid, 0)
+    except (FileNotFoundError, ValueError, TypeError, ProcessLookupError):
+        return None
+    except PermissionError:  # it runs, as another user
+        pass
+    return found
+
 
 _SECONDS = 5.0
 _LARGEST = 2**20
@@ -19,13 +74,13 @@ _LARGEST = 2**20
 
 def ask(data: Path) -> dict[str, Any] | None:
     """Return what the running server says of itself; None if none runs, or it does not answer."""
-    here = presence.find(data)
+    here = find(data)
     if here is None:
         return None
     place = urlsplit(here.url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_SECONDS)
     try:
-        connection.request("GET", "/twinkle/status", headers={presence.FOLDER_TOKEN: here.token})
+        connection.request("GET", "/twinkle/status", headers={FOLDER_TOKEN: here.token})
         answer = connection.getresponse()
         said = orjson.loads(answer.read(_LARGEST))
     except (OSError, http.client.HTTPException, ValueError):

@@ -1,23 +1,28 @@
 """API keys: `tml-` and 256 random bits, stored as argon2id hashes.
 
 A key is found by a short hash of it, which no guess meets: only a key that exists costs an argon2 run, and only once.
+`issue` and `revoke` are what commands and the first start do.
 """
 
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from twinkle_server.errors import ServiceError, Unavailable
+from twinkle_server.errors import BadRequest, ServiceError, Unavailable
 from twinkle_server.ids import new_id
-from twinkle_server.store.records import Key
+from twinkle_server.store.opening import Store
+from twinkle_server.store.records import AuditEntry, Key
 from twinkle_server.tenancy.auth import Caller, Role
+from twinkle_server.tenancy.quotas import Quotas
 
 PREFIX = "tml-"
 _LENGTH = len(PREFIX) + 43
@@ -137,3 +142,57 @@ class Keyring:
 
 def _caller(row: Key) -> Caller:
     return Caller(row.tenant, row.id, "operator" if row.role == "operator" else "user", row.quotas)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+async def issue(
+    store: Store,
+    name: str,
+    *,
+    role: Role = "user",
+    tenant: str | None = None,
+    quotas: Mapping[str, Any] | None = None,
+) -> str:
+    """Make a key and return it; nobody can read it again.
+
+    Args:
+        store: an open one; a server may run beside it.
+        name: that people call it.
+        role: what it may do.
+        tenant: who it speaks for; by default one of the key's name.
+        quotas: see `Quotas`.
+
+    Raises:
+        BadRequest: the name is none, is taken, or a quota is unknown.
+    """
+    for text in (name, tenant or name):
+        if not _NAME.fullmatch(text):
+            raise BadRequest(
+                f"the name of a key or tenant must be 1 to 64 letters, digits, '.', '_', '@' and '-', got {text[:80]!r}"
+            )
+    Quotas.read(quotas or {})
+    key, now = new_key(), time.time()
+    record = make_record(key, name, tenant or name, role, now)
+    record.quotas = dict(quotas or {})
+    await store.keys.create(record)
+    await _note(store, record, "key.create", now)
+    return key
+
+
+async def revoke(store: Store, name: str) -> Key:
+    """End a key by its name.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    now = time.time()
+    record = await store.keys.revoke(name, now)
+    await _note(store, record, "key.revoke", now)
+    return record
+
+
+async def _note(store: Store, record: Key, event: str, now: float) -> None:
+    details = {"key": record.id, "name": record.name, "role": record.role}
+    await store.audit.record(AuditEntry(now, record.tenant, event, details))

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
-from twinkle_server.store.usage import day_of
-from twinkle_server.tinker.answers import answer, moment, present
+from twinkle_server.store.tenants import day_of
 from twinkle_server.tinker.app_state import app_state_of, caller, now
+from twinkle_server.tinker.requests import answer, moment, present
 
 router = APIRouter()
 _TOKENS = ("training", "sampling_prefill", "sampling_sample")

@@ -11,14 +11,13 @@ from twinkle_server.checkpoints.links import Links
 from twinkle_server.errors import NotFound, Unavailable
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
-from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.models import Models
 from twinkle_server.store.recorded import Recorded
 from twinkle_server.store.records import Model, Sampler
 from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
-from twinkle_server.store.usage import UsageTable
+from twinkle_server.store.tenants import Audit, UsageTable
 from twinkle_server.tenancy.auth import Caller, caller
 
 V = TypeVar("V")

@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import NotFound
-from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.app_state import app_state_of, caller
+from twinkle_server.tinker.requests import answer
 
 router = APIRouter()
 

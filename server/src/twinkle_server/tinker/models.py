@@ -9,14 +9,26 @@ from pydantic import Field
 
 from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath, model_id
-from twinkle_server.operations import Accepted, Submission
-from twinkle_server.payloads import Create, Load, Unload
+from twinkle_server.operations import Accepted, Create, Load, Submission, Unload
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.answers import answer, promise
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
-from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, read, takes
-from twinkle_server.tinker.submitting import Numbered, owned_model, submit, submit_body
+from twinkle_server.tinker.requests import (
+    Body,
+    Id,
+    Metadata,
+    Number,
+    Numbered,
+    Seed,
+    Text,
+    answer,
+    owned_model,
+    promise,
+    read,
+    submit,
+    submit_body,
+    takes,
+)
 
 router = APIRouter()
 _RANKS = 1024

@@ -9,9 +9,8 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.answers import Limit, Offset, answer, cursor, moment, present
 from twinkle_server.tinker.app_state import app_state_of, caller, now
-from twinkle_server.tinker.bodies import Body, Text, read, takes
+from twinkle_server.tinker.requests import Body, Limit, Offset, Text, answer, cursor, moment, present, read, takes
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()

@@ -11,14 +11,12 @@ from pydantic import Field, StrictInt, StrictStr
 
 from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
-from twinkle_server.operations import Submission
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import Sample, Submission
 from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
-from twinkle_server.tinker.answers import answer, present, promise
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
-from twinkle_server.tinker.bodies import LARGE, Body, Id, Number, Seed, Text, read, takes
 from twinkle_server.tinker.models import check_base
+from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Seed, Text, answer, present, promise, read, takes
 
 _TARGETS = ("data", "shape", "sparse_crow_indices", "sparse_col_indices")
 _MOST_CELLS = 2**24
@@ -101,7 +99,7 @@ def _check_scores(sample: Sample) -> None:
             )
     if sample.targets is None:
         return
-    from twinkle_server.wire.arrays import read_sparse, read_tensor
+    from twinkle_server.wire.codec import read_sparse, read_tensor
     from twinkle_server.wire.json_bodies import tensor_message
 
     sample.targets = {name: sample.targets[name] for name in _TARGETS if sample.targets.get(name) is not None}

@@ -7,11 +7,10 @@ from fastapi import APIRouter, Request, Response
 from twinkle_server.engine.encryption import check_recipients
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import check_name, new_id, sampler_id
-from twinkle_server.payloads import Save
+from twinkle_server.operations import Save
 from twinkle_server.store.records import Model
 from twinkle_server.tinker.app_state import AppState, Caller
-from twinkle_server.tinker.bodies import Metadata, Number, Text, takes
-from twinkle_server.tinker.submitting import Numbered, submit_body
+from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, submit_body, takes
 
 router = APIRouter()
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400

@@ -9,10 +9,9 @@ from pydantic import AwareDatetime, Field
 from twinkle_server.ids import new_id
 from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
-from twinkle_server.telemetry.redaction import redact
-from twinkle_server.tinker.answers import Limit, Offset, answer, moment, present
+from twinkle_server.telemetry.logs import redact
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
-from twinkle_server.tinker.bodies import Body, Id, Metadata, Text, read, takes
+from twinkle_server.tinker.requests import Body, Id, Limit, Metadata, Offset, Text, answer, moment, present, read, takes
 
 router = APIRouter()
 

@@ -10,16 +10,13 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import BadRequest, Unprocessable
-from twinkle_server.operations import Submission
-from twinkle_server.payloads import OptimStep
+from twinkle_server.operations import OptimStep, Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store.records import Model
-from twinkle_server.telemetry.redaction import holds_key
-from twinkle_server.tinker.answers import promise
+from twinkle_server.telemetry.logs import holds_key
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
-from twinkle_server.tinker.bodies import Body, Text, takes
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
-from twinkle_server.tinker.submitting import Numbered, owned_model, submit_body
+from twinkle_server.tinker.requests import Body, Numbered, Text, owned_model, promise, submit_body, takes
 
 router = APIRouter()
 _ON_A_THREAD = 96 * 2**10  # bytes; below it, handing over takes longer than reading (4k tokens: 50 µs)

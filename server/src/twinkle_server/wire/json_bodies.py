@@ -9,13 +9,15 @@ import numpy as np
 import orjson
 
 from twinkle_server.wire import tinker_pb2 as pb
-from twinkle_server.wire.arrays import Array, Sparse, write_tensor
 from twinkle_server.wire.codec import (
+    Array,
     SampledPrompt,
     SampledText,
+    Sparse,
     TopK,
     read_forward_backward_output,
     read_sample_response,
+    write_tensor,
 )
 
 _DTYPES: Final[dict[str, type[np.generic]]] = {"float32": np.float32, "int64": np.int64}

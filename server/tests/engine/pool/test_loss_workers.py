@@ -22,14 +22,13 @@ from server_pool import Bench, answer, datum, drawn, request
 import twinkle_server.engine.losses.workers.child
 import twinkle_server.engine.losses.workers.workers
 from twinkle import registry
-from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.errors import UserError, failed, is_passing
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.losses.workers.child import Child, Ended
 from twinkle_server.engine.losses.workers.frames import pack
 from twinkle_server.engine.losses.workers.workers import LossWorkers, WorkerLimits
 from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.engine.queues import Task
-from twinkle_server.engine.results import failed, is_passing
 
 SECONDS = 4.0
 MEMORY = 128 * 2**20

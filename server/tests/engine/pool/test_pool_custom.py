@@ -9,10 +9,9 @@ import torch
 from server_pool import answer, datum, drawn, request
 from torch.nn import functional
 
-from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.errors import UserError, is_passing
 from twinkle_server.engine.executor import Pass
-from twinkle_server.engine.losses import graphs
-from twinkle_server.engine.results import is_passing
+from twinkle_server.engine.losses import custom as graphs
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
 

@@ -15,7 +15,7 @@ from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.losses.catalog import OWN, PUBLISHED, Losses
-from twinkle_server.payloads import Create, OptimStep
+from twinkle_server.operations import Create, OptimStep
 from twinkle_server.wire import tinker_pb2 as pb
 
 

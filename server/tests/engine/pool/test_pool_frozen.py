@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from server_pool import datum
 
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import Sample
 from twinkle_server.wire.codec import read_sample_response
 
 QUEUES = "abc"

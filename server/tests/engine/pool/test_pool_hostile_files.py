@@ -17,7 +17,7 @@ from server_pool import Bench, datum
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.files import Damaged
 from twinkle_server.engine.runner import Sources
-from twinkle_server.payloads import Create, Load
+from twinkle_server.operations import Create, Load
 from twinkle_transformers.adapters import CONFIG, WEIGHTS
 from twinkle_transformers.pool.snapshots import STATE, TENSORS
 

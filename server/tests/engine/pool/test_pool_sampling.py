@@ -8,7 +8,7 @@ from server_reference import Reference
 
 from twinkle.testing import tiny_config, tiny_model, tiny_tokenizer
 from twinkle_server.engine.errors import UserError
-from twinkle_server.payloads import Sample
+from twinkle_server.operations import Sample
 from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse, read_sample_response
 
 EOS = 258

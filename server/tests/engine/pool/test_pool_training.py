@@ -8,7 +8,7 @@ from server_reference import ADAM, Reference, loss
 
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.executor import Pass
-from twinkle_server.payloads import OptimStep
+from twinkle_server.operations import OptimStep
 
 CLIPS = {
     "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},

@@ -17,7 +17,7 @@ from server_pool import Bench, answer, datum, request
 from twinkle_server.engine import messages
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
-from twinkle_server.payloads import Create, OptimStep, Sample
+from twinkle_server.operations import Create, OptimStep, Sample
 from twinkle_server.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("rounds_by_rows")

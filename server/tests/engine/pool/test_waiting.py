@@ -15,7 +15,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.scheduler import STEPS
-from twinkle_server.payloads import Create, OptimStep, Sample, Save
+from twinkle_server.operations import Create, OptimStep, Sample, Save
 from twinkle_server.settings import Settings
 
 LENGTH = 60

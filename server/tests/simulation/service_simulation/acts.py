@@ -13,9 +13,8 @@ from service_simulation.disk import SimulatedDatabase
 from service_simulation.reference import Source, demand
 from service_simulation.world import World
 
-from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.errors import BadRequest, NotFound, StoreError
 from twinkle_server.store import Store, lease, open_store
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.records import AuditEntry, Key, Usage
 
 AGE = 2e7

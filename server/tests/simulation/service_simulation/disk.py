@@ -12,10 +12,10 @@ from service_simulation.virtual import PROCESS, Process, VirtualLoop
 from sqlalchemy import Engine
 
 from twinkle_server.operations import Outcome
-from twinkle_server.store import connections
+from twinkle_server.store import database
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.inspection import DATABASE
-from twinkle_server.store.writing import Finish
+from twinkle_server.store.journal import Finish
 
 LOG = f"{DATABASE}-wal"
 SECTOR = 512
@@ -55,11 +55,11 @@ def use_disk(disk: Disk) -> None:
 
 
 _openers: list[Callable[[], sqlite3.Connection]] = []
-_engine = connections.engine(lambda: _openers[-1]())
+_engine = database.engine(lambda: _openers[-1]())
 
 
 def shared_engine(connect: Callable[[], sqlite3.Connection]) -> Engine:
-    """Stand for `connections.engine`: all lives share what SQLAlchemy compiled, which takes longer than to run it."""
+    """Stand for `database.engine`: all lives share what SQLAlchemy compiled, which takes longer than to run it."""
     _openers[:] = [connect]
     return _engine
 

@@ -18,8 +18,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.losses.catalog import Losses
-from twinkle_server.engine.messages import SIZES, Message
-from twinkle_server.link import LinkClosed
+from twinkle_server.engine.messages import SIZES, LinkClosed, Message
 from twinkle_server.settings import Settings
 
 DIE, HANG, FATAL, ERROR, BREAK = range(101, 106)

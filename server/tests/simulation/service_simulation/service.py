@@ -13,19 +13,18 @@ from service_simulation.disk import SimulatedDatabase
 from service_simulation.virtual import PROCESS, Process
 from starlette.requests import Request
 
+from twinkle_server.application import PREFIX, tinker_routes
 from twinkle_server.errors import Busy, ServiceError
-from twinkle_server.limits.middleware import ArrivalMiddleware
+from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
 from twinkle_server.store import Store, open_store
+from twinkle_server.store.tenants import UsageLog
 from twinkle_server.tenancy.auth import CURRENT, Caller
-from twinkle_server.tenancy.limited import Limited
-from twinkle_server.tenancy.quotas import Meter
-from twinkle_server.tenancy.usage import UsageLog
-from twinkle_server.tinker.answers import answer
+from twinkle_server.tenancy.quotas import Limited, Meter
 from twinkle_server.tinker.app_state import AppState
-from twinkle_server.tinker.routes import PREFIX, tinker_routes
+from twinkle_server.tinker.requests import answer
 
 _FLUSH = 10.0
 _endpoints: dict[tuple[str, str], Callable[..., Any]] = {}

@@ -11,10 +11,18 @@ from twinkle import registry
 from twinkle.errors import NotTrusted
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.errors import UserError
-from twinkle_server.engine.losses.building import build_loss, with_inputs
-from twinkle_server.engine.losses.weights import honoured, mask_weightless
+from twinkle_server.engine.losses.building import (
+    SEQUENCES,
+    TARGETS,
+    WEIGHTS,
+    WIRE_NAMES,
+    Rows,
+    build_loss,
+    honoured,
+    mask_weightless,
+    with_inputs,
+)
 from twinkle_server.engine.losses.workers import WorkerLimits
-from twinkle_server.engine.rows import SEQUENCES, TARGETS, WEIGHTS, WIRE_NAMES, Rows
 from twinkle_server.wire.codec import Array
 
 if TYPE_CHECKING:

@@ -1,19 +1,298 @@
-"""Losses that clients traced, as losses of the pool: one row at a time, each with its own gradient."""
+"""Losses that clients bring along as graphs: one row at a time, each with its own gradient.
 
-from collections.abc import Mapping, Sequence
+Each step of a graph is evaluated once, within bounds that are checked before the step is done.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
+from twinkle.errors import CapacityError
 from twinkle.loss import Loss
 from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.building import Rows
 from twinkle_server.engine.losses.catalog import CUSTOM
-from twinkle_server.engine.losses.graphs import Budget, value_and_gradient
-from twinkle_server.engine.rows import Rows
 from twinkle_server.settings import Limits
-from twinkle_server.wire.loss_graphs import LossGraph, read_loss_id
+from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, read_loss_id
+
+MOST_CELLS: Final = 2**25
+"""Numbers that all steps of a row may make together."""
+MOST_STEPS: Final = 2**19
+"""Steps that the rows of one operation may take together: nodes times rows."""
+MOST_PARTS: Final = 64
+"""Entries of a tuple or list that a step may give; a shape, or the values and indices of `max`, have few."""
+_NUMBERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b,
+    "neg": lambda a: -a,
+}
+_LARGEST: Final = 2.0**53
+
+
+def _parts(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError("the argument must be a list of tensors")
+    return list(value)
+
+
+_TENSORS: Final[Mapping[str, Callable[..., Any]]] = {
+    "and_": torch.logical_and,
+    "or_": torch.logical_or,
+    "xor": torch.logical_xor,
+    "bool": lambda x: x.bool(),
+    "cat": lambda x, dim=0: torch.cat(_parts(x), dim),
+    "double": lambda x: x.float(),
+    "float": lambda x: x.float(),
+    "huber_loss": lambda input, target, reduction="mean", delta=1.0: functional.huber_loss(
+        input, target, reduction=reduction, delta=delta
+    ),
+    "l1_loss": lambda input, target, reduction="mean": functional.l1_loss(input, target, reduction=reduction),
+    "log_sigmoid": functional.logsigmoid,
+    "mse_loss": lambda input, target, reduction="mean": functional.mse_loss(input, target, reduction=reduction),
+    "smooth_l1_loss": lambda input, target, reduction="mean", beta=1.0: functional.smooth_l1_loss(
+        input, target, reduction=reduction, beta=beta
+    ),
+    "softplus": functional.softplus,
+    "softmax": torch.softmax,
+    "log_softmax": torch.log_softmax,
+    "stack": lambda x, dim=0: torch.stack(_parts(x), dim),
+    "truediv": torch.true_divide,
+}
+
+
+@dataclass(slots=True)
+class Budget:
+    """What the rows of one operation may cost, whatever the number of micro-batches that they are in.
+
+    Attributes:
+        seconds: that evaluation and its backward may take together.
+        nodes: of the graph, for the message.
+        rows: of the operation, for the message.
+        clock: in seconds.
+        spent: seconds so far.
+    """
+
+    seconds: float
+    nodes: int = 0
+    rows: int = 0
+    clock: Callable[[], float] = time.monotonic
+    spent: float = 0.0
+    _begun: float = field(default=0.0, repr=False)
+
+    def begin(self) -> None:
+        """Start the clock for a row."""
+        self._begun = self.clock()
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self.spent += self.clock() - self._begun
+
+    def check(self) -> None:
+        """Compare the time with the limit.
+
+        Raises:
+            UserError: it is over.
+        """
+        spent = self.spent + self.clock() - self._begun
+        if spent > self.seconds:
+            text = f"{self.nodes} nodes for {self.rows} rows took longer than {self.seconds:g} s"
+            raise UserError(
+                f"custom loss: {text}, which is the limit for one request; send fewer rows, or make the graph smaller"
+            ) from CapacityError(text)  # a replay may be tried again: the operation took less time before
+
+    def check_steps(self) -> None:
+        """Compare the number of steps with the limit, before any is done.
+
+        Raises:
+            UserError: there are more.
+        """
+        if self.nodes * self.rows > MOST_STEPS:
+            raise UserError(
+                f"custom loss: a request must have at most {MOST_STEPS} steps, got {self.nodes * self.rows} "
+                f"({self.nodes} nodes for {self.rows} rows); send fewer rows, or make the graph smaller"
+            )
+
+
+def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = None) -> tuple[Tensor, dict[str, float]]:
+    """Return a row's loss, a scalar, and its metrics.
+
+    Args:
+        graph: the loss.
+        given: the row's inputs by name.
+        budget: of the operation; its clock runs. Backward passes of the loss are checked against it, too.
+
+    Raises:
+        UserError: a step cannot be done, all of them together make too many numbers, or time is over.
+    """
+    known: dict[str, Any] = dict(given)
+    left = MOST_CELLS
+    for node in graph.nodes:
+        if budget is not None:
+            budget.check()
+        try:
+            args = [_decoded(value, known) for value in node.args]
+            kwargs = {name: _decoded(value, known) for name, value in (node.kwargs or {}).items()}
+            cells = _cells(node, [*args, *kwargs.values()])
+            if cells > left:
+                raise UserError(
+                    f"custom loss: node {node.name!r} exceeds the limit of {MOST_CELLS} numbers per row: it creates "
+                    f"{cells}, after {MOST_CELLS - left} of the nodes before it"
+                )
+            left -= cells
+            known[node.name] = result = _plain(_call(node.operation, args, kwargs))
+        except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            words = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            raise UserError(f"custom loss: node {node.name!r} ({node.operation}): {words}") from error
+        if budget is not None:
+            _watch(result, budget)
+    loss = known[graph.loss]
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise UserError(
+            "custom loss: the loss must be a floating-point scalar, for example a sum over the row's tokens"
+        )
+    return loss, {name: _number(known[node], name) for name, node in graph.metrics.items()}
+
+
+def value_and_gradient(
+    graph: LossGraph, given: Mapping[str, Tensor], name: str, budget: Budget
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Return a row's loss, its gradient with respect to one input, and its metrics; nothing of the graph is kept.
+
+    Args:
+        graph: the loss.
+        given: the row's inputs by name.
+        name: of the input.
+        budget: of the operation; evaluation and backward together count.
+
+    Raises:
+        UserError: see `run`.
+    """
+    wanted = torch.is_grad_enabled() and given[name].requires_grad
+    leaf = given[name].detach().requires_grad_(wanted)
+    budget.begin()
+    try:
+        loss, metrics = run(graph, {**given, name: leaf}, budget)
+        gradient = torch.autograd.grad(loss, leaf)[0] if _reaches(loss, leaf) else None
+    finally:
+        budget.end()
+    return loss.detach(), gradient, metrics
+
+
+def _reaches(loss: Tensor, leaf: Tensor) -> bool:
+    return loss.requires_grad and leaf.requires_grad
+
+
+def _watch(result: Any, budget: Budget) -> None:
+    """Check the time in the backward pass of a step, before its gradient is computed."""
+    for value in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda gradient: budget.check())  # type: ignore[no-untyped-call]
+
+
+def _plain(value: Any) -> Any:
+    """Return what a step gave, if later steps can use it without walking through more than was counted.
+
+    Raises:
+        TypeError: it is a list of lists, or a long one. References may be shared, so that a graph of some kilobytes
+            could stand for a list of 2**1000 entries.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) > MOST_PARTS or any(isinstance(part, list | tuple) for part in value):
+        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MOST_PARTS} of them")
+    return tuple(value)
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    raise UserError(f"custom loss: the metric {name!r} must be a scalar tensor")
+
+
+def _call(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if operation == "getattr":
+        if len(args) < 2 or args[1] not in ("shape", "ndim") or not isinstance(args[0], Tensor):
+            raise TypeError("a loss may only read the attributes shape and ndim of a tensor")
+        return tuple(args[0].shape) if args[1] == "shape" else args[0].dim()
+    if operation == "getitem":
+        return _item(args[0], args[1])
+    if operation in ("size", "dim", "numel"):
+        if not args or not isinstance(args[0], Tensor):
+            raise TypeError("size, dim and numel require a tensor")
+        found = getattr(args[0], operation)(*args[1:], **kwargs)
+        return tuple(found) if isinstance(found, torch.Size) else found
+    if not any(isinstance(value, Tensor) for value in _flat([*args, *kwargs.values()])):
+        return _arithmetic(operation, args)
+    call = _TENSORS.get(operation) or getattr(torch, operation, None) or getattr(Tensor, operation)
+    if operation in ("minimum", "maximum", "where", "dot"):
+        return call(*args, **kwargs)
+    first = args[0] if args else None
+    if operation in _REFLECTED and not isinstance(first, Tensor):
+        args = [torch.as_tensor(first), *args[1:]]
+    return call(*args, **kwargs)
+
+
+_REFLECTED: Final = frozenset({"add", "sub", "mul", "truediv", "pow", "eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def _arithmetic(operation: str, args: Sequence[Any]) -> Any:
+    """Compute with plain numbers, which come from shapes."""
+    numbers = all(isinstance(value, int | float) and abs(value) <= _LARGEST for value in args)
+    if operation not in _NUMBERS or not numbers:
+        raise TypeError("at least one argument must be a tensor")
+    return _NUMBERS[operation](*args)
+
+
+def _item(value: Any, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    for part in parts:
+        mask = isinstance(part, Tensor) and part.dtype == torch.bool
+        if not (mask or part is None or part is Ellipsis or isinstance(part, int | slice)):
+            raise TypeError("an index must consist of numbers, slices and masks")
+    return value[index]
+
+
+def _cells(node: Node, values: Sequence[Any]) -> int:
+    """Return about how many numbers a step makes, before it makes them."""
+    tensors = [value for value in _flat(values) if isinstance(value, Tensor)]
+    if node.operation in POINTWISE | FOLDING:
+        try:
+            return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return 0  # the step itself says what does not fit
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _flat(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        found.extend(_flat(value) if isinstance(value, list | tuple) else [value])
+    return found
+
+
+def _decoded(value: Any, known: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, known) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, inner)] = value.items()
+    if kind == "ref":
+        return known[inner]
+    if kind == "tuple":
+        return tuple(_decoded(item, known) for item in inner)
+    if kind == "slice":
+        return slice(*(_decoded(item, known) for item in inner))
+    return Ellipsis if kind == "ellipsis" else float(inner) if kind == "float" else None
+
 
 SHAPES: Final = "row_shape"
 """Argument with the shape of each row's targets."""

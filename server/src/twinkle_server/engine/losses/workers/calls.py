@@ -18,8 +18,7 @@ from twinkle.data_format import LossOutput
 from twinkle.errors import ComponentTypeError, TwinkleError
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError
-from twinkle_server.engine.losses.building import build_loss
-from twinkle_server.engine.losses.weights import watched
+from twinkle_server.engine.losses.building import build_loss, watched
 
 ATTRIBUTES: Final[Mapping[str, Any]] = {
     "require_logps": True,

@@ -1,0 +1,169 @@
+"""What is kept of tenants: their keys (hashes, never the secret itself), what they used by day, and who did what."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy.dialects import sqlite
+
+from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.ports import Database
+from twinkle_server.store import rows
+from twinkle_server.store.records import AuditEntry, Key, Usage
+from twinkle_server.store.tables import audit, keys, tenants, usage
+
+
+class Keys:
+    """The table of keys."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(self, key: Key) -> None:
+        """Write a new key, and its tenant if it is new too.
+
+        Raises:
+            BadRequest: a key that is not revoked has that name.
+        """
+
+        def work(connection: Connection) -> None:
+            taken = select(func.count()).where(keys.c.name == key.name, keys.c.revoked.is_(None))
+            if connection.execute(taken).scalar_one():
+                raise BadRequest(f"key {key.name!r} already exists; choose another name, or revoke it first")
+            tenant = sqlite.insert(tenants).values(id=key.tenant, created=key.created)
+            connection.execute(tenant.on_conflict_do_nothing())
+            connection.execute(insert(keys).values(rows.values(keys, key)))
+
+        await self._database.write(work)
+
+    async def all(self, revoked: bool = False) -> list[Key]:
+        """Across tenants: return the keys by age, for the operator."""
+        query = select(keys).order_by(keys.c.created, keys.c.id)
+        query = query if revoked else query.where(keys.c.revoked.is_(None))
+        return await self._database.read(
+            lambda connection: [rows.record(Key, row) for row in connection.execute(query)]
+        )
+
+    async def revoke(self, name: str, now: float) -> Key:
+        """Across tenants: revoke a key by its name, for the operator.
+
+        Raises:
+            NotFound: there is none of that name that is not revoked.
+        """
+        query = update(keys).where(keys.c.name == name, keys.c.revoked.is_(None)).values(revoked=now)
+
+        def work(connection: Connection) -> Key:
+            row = connection.execute(query.returning(keys)).one_or_none()
+            if row is None:
+                raise NotFound(f"no active key {name!r}; `twinkle server keys list` shows the keys")
+            return rows.record(Key, row)
+
+        return await self._database.write(work)
+
+
+def day_of(now: float) -> str:
+    """Return the day (`YYYY-MM-DD`, UTC) of a time."""
+    return time.strftime("%Y-%m-%d", time.gmtime(now))
+
+
+def add_usage(connection: Connection, used: Usage) -> None:
+    """Add to what a tenant used in a day."""
+    new = sqlite.insert(usage).values(rows.values(usage, used))
+    more = {"tokens": usage.c.tokens + new.excluded.tokens, "bytes": usage.c.bytes + new.excluded.bytes}
+    key = [usage.c.tenant, usage.c.day, usage.c.kind]
+    connection.execute(new.on_conflict_do_update(index_elements=key, set_=more))
+
+
+class UsageTable:
+    """The table of what was used."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, used: Usage) -> None:
+        """See `add_usage`."""
+        await self._database.write(lambda connection: add_usage(connection, used))
+
+    async def add_all(self, rows: Sequence[Usage]) -> None:
+        """Add several, in one transaction."""
+
+        def work(connection: Connection) -> None:
+            for used in rows:
+                add_usage(connection, used)
+
+        await self._database.write(work)
+
+    async def between(self, tenant: str, first: str, end: str) -> list[Usage]:
+        """Return what a tenant used from the day `first` up to the day `end`, which is left out."""
+        query = select(usage).where(usage.c.tenant == tenant, usage.c.day >= first, usage.c.day < end)
+        ordered = query.order_by(usage.c.day, usage.c.kind)
+        return await self._database.read(
+            lambda connection: [rows.record(Usage, row) for row in connection.execute(ordered)]
+        )
+
+
+KINDS: Mapping[str, str] = {"forward": "training", "forward_backward": "training", "sample": "sampling_sample"}
+"""Kinds of usage by kind of operation; others cost nothing."""
+
+
+class UsageLog:
+    """Adds up tokens of operations that are done; a crash loses what came since the last `flush`."""
+
+    def __init__(self, table: UsageTable) -> None:
+        self._table = table
+        self._tokens: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, kind: str, tokens: int, tenant: str) -> None:
+        """Count an operation that is done."""
+        if tokens and (name := KINDS.get(kind)):
+            self._tokens[tenant, day_of(time.time()), name] += tokens
+
+    async def flush(self) -> None:
+        """Write what was gathered; what was not written is kept, and what may have been (at the end) is not."""
+        gathered, self._tokens = self._tokens, Counter()
+        if not gathered:
+            return
+        rows = [Usage(tenant, day, kind, tokens) for (tenant, day, kind), tokens in gathered.items()]
+        try:
+            await self._table.add_all(rows)
+        except Exception:
+            self._tokens.update(gathered)
+            raise
+
+
+def add_entry(connection: Connection, entry: AuditEntry) -> None:
+    """Write an entry."""
+    connection.execute(insert(audit).values(rows.values(audit, entry)))
+
+
+class Audit:
+    """The table of audit entries."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def record(self, entry: AuditEntry) -> None:
+        """Write an entry."""
+        await self._database.write(lambda connection: add_entry(connection, entry))
+
+    async def entries(
+        self,
+        tenant: str,
+        since: float = 0.0,
+        until: float = float("inf"),
+        event: str | None = None,
+        limit: int = 1000,
+    ) -> list[AuditEntry]:
+        """Return a tenant's entries from `since` up to `until`, newest first; of one event if it is given."""
+        query = select(audit).where(audit.c.tenant == tenant, audit.c.time >= since, audit.c.time < until)
+        query = query if event is None else query.where(audit.c.event == event)
+        newest = query.order_by(audit.c.time.desc(), audit.c.id.desc()).limit(max(limit, 0))
+        return await self._database.read(
+            lambda connection: [rows.record(AuditEntry, row) for row in connection.execute(newest)]
+        )
+
+    async def forget(self, before: float) -> int:
+        """Across tenants: delete entries that are older than a time; returns how many."""
+        query = delete(audit).where(audit.c.time < before)
+        return await self._database.write(lambda connection: connection.execute(query).rowcount)

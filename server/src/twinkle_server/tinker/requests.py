@@ -1,0 +1,288 @@
+"""Requests and answers of endpoints: how they are called, JSON bodies, answers in pages, and operations of a queue.
+
+A body is read once, checked by a model, its defaults filled in; what nobody knows is left out. A request for an
+operation that fails uses up its number as well.
+"""
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, Protocol, TypeVar
+
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
+from twinkle_server.operations import Accepted, Kind, Submission
+from twinkle_server.store.records import Model, Page
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
+
+LARGE = 64 * 2**10
+"""Bytes of JSON that would hold up the loop."""
+_METADATA = 64 * 2**10
+B = TypeVar("B", bound="Body")
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(max_length=4096)]
+Number = Annotated[int, Field(ge=0, le=2**62)]
+"""A number of a queue, a session's model or a page."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _texts(value: Any) -> Any:
+    """Older clients send values of any JSON type as metadata; they are kept as text."""
+    if not isinstance(value, dict):
+        return value
+    return {str(key): item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
+
+
+def _bounded(value: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key) + len(text) for key, text in value.items())
+    if size > _METADATA:
+        raise ValueError(f"the metadata must have at most {_METADATA} characters, got {size}")
+    return value
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=256)], Annotated[str, Field(max_length=16384)]],
+    Field(max_length=128),
+    BeforeValidator(_texts, json_schema_input_type=dict[str, Any]),
+    AfterValidator(_bounded),
+]
+
+
+class Body(BaseModel):
+    """A JSON body; fields that it does not name are left out."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """Return a request's body; an empty one is taken for `{}`.
+
+    Raises:
+        Unprocessable: it is no JSON of that form; the message names each field that is wrong.
+    """
+    data = await request.body()
+    return parse(data, kind) if len(data) <= LARGE else await asyncio.to_thread(parse, data, kind)
+
+
+def parse(data: bytes, kind: type[B]) -> B:
+    """See `read`."""
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        raise Unprocessable(_words(error)) from error
+
+
+def takes(kind: type[Body]) -> dict[str, Any]:
+    """Return what the description of an endpoint says about its body."""
+    schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, parts)}}}}
+
+
+def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(item, parts) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+    return {key: _inlined(item, parts) for key, item in schema.items()}
+
+
+def _words(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg']}" for item in found[:8]]
+    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+    return "; ".join(places)[:2000] + more
+
+
+def answer(body: Any, status: int = 200) -> Response:
+    """Return a JSON answer."""
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def promise(accepted: Accepted, **more: Any) -> Response:
+    """Return the answer to an operation that was accepted: the id of its future."""
+    return answer({"request_id": accepted.request, **more})
+
+
+def present(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def moment(seconds: float) -> str:
+    """Return a time (UTC seconds) as clients read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+
+
+def cursor(page: Page[Any], limit: int, offset: int) -> dict[str, int]:
+    """Return where in a list a page is."""
+    return {"offset": offset, "limit": limit, "total_count": page.total}
+
+
+N = TypeVar("N", bound="Numbered")
+Positive = Annotated[int, Field(ge=1, le=2**62)]
+PERMANENT = (BadRequest, NotFound, Gone, Unprocessable)
+"""What is wrong with a request itself, and not with the moment."""
+
+
+class Numbered(Body):
+    """A request for an operation of a model.
+
+    Attributes:
+        model_id: the queue.
+        seq_id: the number in it. Without one a repeated request could not be told from another.
+    """
+
+    model_id: Text
+    seq_id: Positive
+
+
+class Payload(Protocol):
+    """See `payloads`."""
+
+    def dump(self) -> bytes:
+        """Return the bytes for the log."""
+
+
+async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
+    """Return the caller's model, if it can be given work.
+
+    Raises:
+        NotFound: the caller has none of that id.
+        Gone: it was unloaded.
+    """
+    model = await state.model(who, model_id)
+    if model.status == "gone":
+        raise Gone(f"model {model_id!r} no longer exists: {model.reason or 'it was unloaded'}")
+    return model
+
+
+async def submit_body(
+    request: Request, form: type[N], kind: Kind, make: Callable[[AppState, Caller, Model, N], Awaitable[Payload]]
+) -> Response:
+    """Submit the operation that a JSON body asks for, and return the answer.
+
+    Args:
+        request: with the body.
+        form: of it. A body of another form fails the operation and not the request if model and number can be read.
+        kind: of the operation.
+        make: makes the payload; what it raises for good fails the operation and not the request.
+
+    Raises:
+        Unprocessable: not even model and number can be read.
+        NotFound: the caller has no such model.
+        Gone: it was unloaded.
+    """
+    who, state, data = caller(request), app_state_of(request), await request.body()
+    body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
+    if isinstance(body, _Refused):
+        model = await owned_model(state, who, body.head.model_id)
+        asked, number = body.asked, body.head.seq_id
+        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
+        return promise(await state.service.submit(refused), model_id=model.id)
+    model = await owned_model(state, who, body.model_id)
+    accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
+    return promise(accepted, model_id=model.id)
+
+
+async def submit(
+    state: AppState,
+    who: Caller,
+    queue_id: str,
+    number: int,
+    kind: Kind,
+    body: Body,
+    payload: Callable[[], Awaitable[Payload]],
+    also: Callable[[Any], None] | None = None,
+) -> Accepted:
+    """Submit an operation that came as JSON.
+
+    Args:
+        state: see there.
+        who: asks.
+        queue_id: of a model of theirs.
+        number: in the queue.
+        kind: of the operation.
+        body: of the request; all that it says tells a repeated request from another one.
+        payload: makes the payload; what it raises for good fails the operation, and not the request, so that the
+            numbers behind it go on.
+        also: see `Service.submit`.
+    """
+    refusal, data = None, b"{}"
+    try:
+        data = (await payload()).dump()
+    except PERMANENT as error:
+        refusal = error.message
+    asked = body.model_dump_json().encode()
+    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, asked=asked)
+    return await state.service.submit(submission, also)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    head: Numbered
+    reason: str
+    asked: bytes
+
+
+def _read(data: bytes, form: type[N]) -> N | _Refused:
+    """Read a body; of one that has another form, what says whose number it uses up."""
+    try:
+        return parse(data, form)
+    except Unprocessable as error:
+        try:
+            head = parse(data, Numbered)
+        except Unprocessable:
+            raise error from None
+        return _Refused(head, error.message, hashlib.sha256(data).digest())
+
+
+class RequestRoute(APIRoute):
+    """Calls an endpoint whose only parameter is `request` without solving dependencies.
+
+    Such an endpoint reads the body and builds the response itself, so FastAPI has nothing to convert. Solving its empty
+    set of dependencies costs a third of what the service spends on a small request (`benchmarks/server_capacity.py`).
+    Other endpoints are called as FastAPI calls them.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._takes_request_alone = list(inspect.signature(self.endpoint).parameters) == ["request"]
+
+    async def handle(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request whose path matched."""
+        if not self._takes_request_alone or scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        response = await self.endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+
+def add_routes(target: APIRouter, router: APIRouter, prefix: str = "") -> None:
+    """Add the endpoints of `router` to the list of `target`.
+
+    `include_router` keeps a router inside a router and searches each on its own, for every request.
+    """
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            target.add_api_route(
+                prefix + route.path,
+                route.endpoint,
+                methods=sorted(route.methods or ()),
+                openapi_extra=route.openapi_extra,
+                include_in_schema=route.include_in_schema,
+                route_class_override=RequestRoute,
+            )
