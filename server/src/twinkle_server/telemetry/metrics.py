@@ -34,22 +34,26 @@ class Metrics:
         self._answers: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.spent: Callable[[str, int, str], None] = lambda kind, tokens, tenant: None
         self.registry = registry = CollectorRegistry()
-        self._operations = _counter(registry, "operations", "Operations that are over.", "kind", "outcome")
-        self._waited = _histogram(registry, "operation_seconds", "From the log to the outcome.", _SECONDS, "kind")
-        self._tokens = _counter(registry, "tokens", "Tokens of operations that are done.", "kind")
-        self._of_tenants = _counter(registry, "tenant_tokens", "Tokens of each tenant, for fairness.", "tenant")
-        self._passes = _histogram(registry, "pass_seconds", "OperationRunner of the engine.", _SECONDS, "kind")
-        self._fill = _histogram(registry, "pass_fill", "Tokens asked for, of those computed.", _SHARES, "kind")
-        self._pass_tenants = _histogram(registry, "pass_tenants", "Tenants in one turn.", _COUNTS, "kind")
-        self._pass_operations = _histogram(registry, "pass_operations", "Operations in one turn.", _COUNTS, "kind")
-        self._pass_tokens = _counter(registry, "pass_tokens", "Tokens asked for, in turns of the engine.", "kind")
+        self._operations = _counter(registry, "operations", "Finished operations.", "kind", "outcome")
+        self._waited = _histogram(
+            registry, "operation_seconds", "Seconds from acceptance to the result.", _SECONDS, "kind"
+        )
+        self._tokens = _counter(registry, "tokens", "Tokens of successful operations.", "kind")
+        self._of_tenants = _counter(registry, "tenant_tokens", "Tokens of successful operations per tenant.", "tenant")
+        self._passes = _histogram(registry, "pass_seconds", "Duration of engine passes.", _SECONDS, "kind")
+        self._fill = _histogram(registry, "pass_fill", "Share of useful tokens among computed tokens.", _SHARES, "kind")
+        self._pass_tenants = _histogram(registry, "pass_tenants", "Tenants per engine pass.", _COUNTS, "kind")
+        self._pass_operations = _histogram(registry, "pass_operations", "Operations per engine pass.", _COUNTS, "kind")
+        self._pass_tokens = _counter(registry, "pass_tokens", "Useful tokens of engine passes.", "kind")
         self._flops = _counter(registry, "pass_flops", "Floating-point operations of the model.", "kind")
-        self._swaps = _counter(registry, "swaps", "Models that came into the engine or left it.", "direction")
-        self._replays = _counter(registry, "replays", "Operations done again to make a model anew.")
-        self._restarts = _counter(registry, "engine_restarts", "Times that the engine was started again.", "reason")
-        self._snapshots = _counter(registry, "snapshot_bytes", "Bytes of snapshots.")
-        self._http = _counter(registry, "http_requests", "RequestHeadMiddleware.", "method", "route", "status")
-        self._http_seconds = _histogram(registry, "http_seconds", "Until the answer began.", _SECONDS, "route")
+        self._swaps = _counter(registry, "swaps", "Models paged into or out of the engine.", "direction")
+        self._replays = _counter(registry, "replays", "Operations replayed to rebuild a model.")
+        self._restarts = _counter(registry, "engine_restarts", "Restarts of the engine process.", "reason")
+        self._snapshots = _counter(registry, "snapshot_bytes", "Bytes written as snapshots.")
+        self._http = _counter(registry, "http_requests", "HTTP requests.", "method", "route", "status")
+        self._http_seconds = _histogram(
+            registry, "http_seconds", "Seconds until the response started.", _SECONDS, "route"
+        )
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
         """Count an operation that is over.
