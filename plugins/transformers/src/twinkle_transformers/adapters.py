@@ -19,7 +19,6 @@ from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
-from twinkle_transformers import lora_linear
 from twinkle_transformers.parallel import copy_into
 from twinkle_transformers.training_state import read_tensors
 from twinkle_transformers.value_heads import leave_head, peft_task
@@ -93,7 +92,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         _take_back(model, wrapped, name, trainable)
         raise
     wrapped.set_adapter(name)
-    lora_linear.install(wrapped)
+    fuse_layers(wrapped)
     return wrapped, config
 
 

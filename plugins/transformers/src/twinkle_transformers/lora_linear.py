@@ -20,7 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def install(model: nn.Module) -> None:
+def fuse_layers(model: nn.Module) -> None:
     """Make PEFT's linear layers of a model compute in one node whenever a call allows it.
 
     Args:
@@ -43,10 +43,10 @@ class Linear(lora.Linear):  # type: ignore[misc]  # peft has no types
         if term is None:
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
-        return adapted(x, *term)
+        return lora_linear(x, *term)
 
 
-def adapted(
+def lora_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -140,7 +140,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _plain_term(layer: Any, x: Tensor) -> _Term | None:
-    """Return the other arguments of `adapted` if PEFT's forward would compute the same now, else None.
+    """Return the other arguments of `lora_linear` if PEFT's forward would compute the same now, else None.
 
     It runs at every call, and reads `_modules` directly: attribute access of a module costs as much as a small product.
     """

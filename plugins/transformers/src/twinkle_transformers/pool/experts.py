@@ -71,7 +71,7 @@ def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
     for path, module in model.named_modules():
         if id(module) in inside and all(hasattr(module, attribute) for attribute in _TOLD):
             block = model.get_submodule(path.rpartition(".")[0])
-            sites |= {site.name: site for site in _sites(path, module, block)}
+            sites |= {site.name: site for site in _expert_sites(path, module, block)}
     return sites
 
 
@@ -82,9 +82,9 @@ def install_experts(sites: Iterable[ExpertSite]) -> None:
         Unsupported: a layer's forward was already replaced, or its experts are on several devices.
     """
     for site in {site.path: site for site in sites}.values():
-        _check(site)
-        every = {other.parameter: other for other in _sites(site.path, site.module, site.block)}
-        site.module.__dict__["forward"] = partial(_adapted, site.module, every)
+        _check_experts(site)
+        every = {other.parameter: other for other in _expert_sites(site.path, site.module, site.block)}
+        site.module.__dict__["forward"] = partial(_adapted_experts, site.module, every)
 
 
 def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
@@ -94,7 +94,7 @@ def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
             del site.module.__dict__["forward"]
 
 
-def _check(site: ExpertSite) -> None:
+def _check_experts(site: ExpertSite) -> None:
     for path, module in ((site.path, site.module), (site.path.rpartition(".")[0], site.block)):
         replaced = module.__dict__.get("forward")
         if replaced is not None and not _is_ours(replaced):
@@ -104,10 +104,10 @@ def _check(site: ExpertSite) -> None:
 
 
 def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func is _adapted
+    return isinstance(forward, partial) and forward.func is _adapted_experts
 
 
-def _sites(path: str, module: Any, block: nn.Module) -> list[ExpertSite]:
+def _expert_sites(path: str, module: Any, block: nn.Module) -> list[ExpertSite]:
     wanted = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     there = [name for name, value in module.named_parameters(recurse=False) if name in wanted and _is_stack(value)]
     if len(there) < len(wanted):
@@ -125,7 +125,7 @@ def _is_stack(parameter: Tensor) -> bool:
     return parameter.ndim == 3 and parameter.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _adapted(
+def _adapted_experts(
     module: Any, sites: dict[str, ExpertSite], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     routing = routing_now()
