@@ -15,12 +15,11 @@ from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_torch.numerics import Evidence
+from twinkle_transformers.sampling.engine import Limits, SamplingService
 from twinkle_transformers.sampling.prompts import PromptScores, as_list, context_of, end_tokens, rooms, token_ids
-from twinkle_transformers.sampling.requests import Prompt, Request, SampleHandle, SequenceState
+from twinkle_transformers.sampling.requests import Prompt, Request, SampleHandle, SequenceState, StopRule
 from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.sampling.service import Limits, SamplingService
 from twinkle_transformers.sampling.sources import OwnWeights, Pick, SharedModel, Source
-from twinkle_transformers.sampling.stopping import StopRule
 from twinkle_transformers.sync.receiving import ReceivesWeights
 from twinkle_transformers.versions import AdapterVersion
 

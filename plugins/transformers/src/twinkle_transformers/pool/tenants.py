@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
-from twinkle_transformers.pool.experts import expert_views
+from twinkle_transformers.sites import expert_views
 from twinkle_transformers.versions import AdapterVersion
 
 
