@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle_torch.layout import Layout, Shape
 from twinkle_torch.numerics import RoundingNoise
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
 from twinkle_transformers.sites import (

@@ -194,7 +194,7 @@ def test_wrong_places_and_adapters_in_use_are_refused(folder: Path, tmp_path: Pa
 
     [result] = model.pool.run([Operation("a", "forward_backward", ROWS[0], loss)])
     assert isinstance(result.error, TrainingStateError)
-    assert "'a' is in use by a call" in str(result.error)
+    assert "cannot page adapter 'a': a call uses it" in str(result.error)
     train(model, "a", range(2))
 
 

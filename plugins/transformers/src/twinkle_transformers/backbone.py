@@ -239,6 +239,12 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
             )
 
 
+def context_of(config: Any) -> int | None:
+    """Return how many positions a model was made for, or None where its configuration does not say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def _is_plain(arguments: dict[str, Tensor]) -> bool:
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and not bool(mask.all()):

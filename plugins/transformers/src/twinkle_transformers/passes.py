@@ -15,7 +15,7 @@ from twinkle.model.base import Inputs
 from twinkle_torch.head import CHUNK_TOKENS
 from twinkle_torch.segments import Segments
 from twinkle_transformers import adapters, losses
-from twinkle_transformers.backbone import IGNORE, Backbone, Needs, check_batch, has_targets
+from twinkle_transformers.backbone import IGNORE, Backbone, Needs, check_batch, context_of, has_targets
 from twinkle_transformers.batches import (
     Size,
     as_rows,
@@ -33,7 +33,6 @@ from twinkle_transformers.group import OptimizerGroup, Pass, Status, check_call,
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.losses import check_loss_arguments, check_rows_for
 from twinkle_transformers.memory import SHARE, Recompute
-from twinkle_transformers.sampling.prompts import context_of
 from twinkle_transformers.training import AdapterTraining, PeftAdapters
 
 Batch = dict[str, Any]

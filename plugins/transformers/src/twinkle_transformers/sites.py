@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle_torch.layout import Entry
 from twinkle_torch.numerics import judge
 from twinkle_transformers.lowrank import experts
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.dispatch import Dispatch
+from twinkle_transformers.lowrank.layout import Entry
 from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import body_of, routing_now, routing_of
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
-from twinkle_torch.layout import Layout, Shape
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import host_zeros
 from twinkle_transformers.sites import ExpertSite, Site, as_peft_reads, match_experts
 

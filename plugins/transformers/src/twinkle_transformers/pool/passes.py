@@ -16,12 +16,12 @@ from twinkle.engine import AdapterRef, Operation, Usage
 from twinkle.errors import ArgumentError, CapacityError
 from twinkle.logging import get_logger
 from twinkle_torch.head import CHUNK_TOKENS
-from twinkle_torch.layout import Layout, Shape
 from twinkle_torch.numerics import Evidence, turned_off
 from twinkle_torch.segments import Segments
 from twinkle_transformers.backbone import Backbone, Needs
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.memory import SHARE, Recompute
 from twinkle_transformers.pool.compatibility import measure_adapters, run_each_sequence

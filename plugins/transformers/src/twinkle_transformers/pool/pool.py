@@ -26,12 +26,12 @@ from twinkle.engine import (
 )
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers import losses
 from twinkle_transformers.adapters import read_config as read_adapter_config
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup, check_adapter, check_clipping
 from twinkle_transformers.losses import loss_name
+from twinkle_transformers.lowrank.layout import AdapterVersion, Layout, Shape
 from twinkle_transformers.memory import Recompute, is_out_of_memory
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.parallel import Replicated, parallel_of
@@ -54,7 +54,6 @@ from twinkle_transformers.pool.tenants import Tenant, Tenants
 from twinkle_transformers.pool.work import MicroBatch, WorkItem, by_row, prepare, split, split_in_half
 from twinkle_transformers.segments import PatchWatch
 from twinkle_transformers.sites import check_places, find_expert_sites, find_sites, install, install_experts, uninstall
-from twinkle_transformers.versions import AdapterVersion
 
 Probe = Callable[[dict[str, Tensor]], object]
 TOKENS_PER_PASS = 16_384

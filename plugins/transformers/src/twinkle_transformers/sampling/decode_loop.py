@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from twinkle.data_format import SamplingParams
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle_torch.segments import Segments
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.sampling.requests import Generated, Prompt, Request, SequenceState, StopRule
 from twinkle_transformers.sampling.runner import Runner
@@ -28,7 +29,6 @@ from twinkle_transformers.sampling.sampling_ops import (
 )
 from twinkle_transformers.segments import Scope
 from twinkle_transformers.sites import install
-from twinkle_transformers.versions import AdapterVersion
 
 Within = Callable[[int], AbstractContextManager[Any]]
 """Gives the context of a call with so many tokens."""

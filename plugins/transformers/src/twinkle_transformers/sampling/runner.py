@@ -18,12 +18,12 @@ from twinkle_torch.segments import Segments, segment_attention
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.sampling.adapters import Banks, sites_of
 from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
 from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
-from twinkle_transformers.versions import AdapterVersion
 
 _GAP = 8  # slots without a token that one call may pass over
 
