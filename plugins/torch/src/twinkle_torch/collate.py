@@ -20,6 +20,12 @@ Row: TypeAlias = Mapping[str, Any]
 TARGET_KEYS = ("labels", "loss_scale")
 """Of these a token may have several: `[T, K]`."""
 TOKEN_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "completion_mask", "loss_scale")
+PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100, "completion_mask": 0, "loss_scale": 0.0, "position_ids": 0}
+"""What fills the shorter rows. Positions are 0 there, not -1: a model with a table of positions would look up -1."""
+_FLOATS = ("loss_scale",)
+_FROM_ZERO = ("input_ids", "position_ids")
+Side = Literal["left", "right"]
+_FILL = {"predictions": -100}
 
 
 def as_rows(inputs: Any) -> list[Row]:
@@ -141,13 +147,6 @@ def _dimensions(value: Any) -> int | None:
     return (
         1 if inner is None and not isinstance(value[0], str | bytes | Mapping) else None if inner is None else inner + 1
     )
-
-
-PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100, "completion_mask": 0, "loss_scale": 0.0, "position_ids": 0}
-"""What fills the shorter rows. Positions are 0 there, not -1: a model with a table of positions would look up -1."""
-
-_FLOATS = ("loss_scale",)
-_FROM_ZERO = ("input_ids", "position_ids")
 
 
 def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left", "right"]) -> "torch.Tensor":
@@ -273,10 +272,6 @@ def _tensor(key: str, number: int, value: Any) -> "torch.Tensor":
     if found.is_complex():
         raise DataError(f"row {number}: {key!r} holds complex numbers; give real ones")
     return found
-
-
-Side = Literal["left", "right"]
-_FILL = {"predictions": -100}
 
 
 @dataclass(frozen=True, slots=True)

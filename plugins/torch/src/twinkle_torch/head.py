@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle.errors import ArgumentError
 
+__all__ = ["CHUNK_TOKENS", "LogitTransform", "TokenScores", "is_plain", "product_of", "score_tokens", "wide"]
+CHUNK_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
@@ -336,11 +339,6 @@ def _mark(ctx: Any, scores: tuple[Tensor, ...], want: Wanted) -> None:
     _, entropy, uniform, best = scores
     unwanted = [t for t, wanted in ((entropy, want.entropies), (uniform, want.uniform)) if not wanted]
     ctx.mark_non_differentiable(best, *unwanted)
-
-
-__all__ = ["CHUNK_TOKENS", "LogitTransform", "TokenScores", "is_plain", "product_of", "score_tokens", "wide"]
-
-CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)

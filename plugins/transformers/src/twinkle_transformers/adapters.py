@@ -30,6 +30,10 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 _MEANING = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 """Fields of a configuration that change the output of the same weights."""
+_Term = tuple[Tensor, Tensor | None, Tensor, Tensor, float, Callable[[Tensor], Tensor] | None, bool]
+_DROPOUTS = (nn.Identity, nn.Dropout)
+_PLAIN = (Tensor, nn.Parameter)
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftModel, Any]:
@@ -247,12 +251,6 @@ def without_adapters(model: nn.Module, off: bool) -> AbstractContextManager[None
 
 def _shape(shape: list[int] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
-
-
-_Term = tuple[Tensor, Tensor | None, Tensor, Tensor, float, Callable[[Tensor], Tensor] | None, bool]
-_DROPOUTS = (nn.Identity, nn.Dropout)
-_PLAIN = (Tensor, nn.Parameter)
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse_layers(model: nn.Module) -> None:

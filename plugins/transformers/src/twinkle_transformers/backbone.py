@@ -39,6 +39,7 @@ _NOT_DATA = frozenset(
     }
 )  # fmt: skip
 """Parameters of a forward that are switches or set here; a key of a row with this name is not passed on."""
+IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +253,6 @@ def _is_plain(arguments: dict[str, Tensor]) -> bool:
     if positions is None:
         return True
     return positions.ndim == 2 and bool((positions == torch.arange(positions.shape[1])).all())
-
-
-IGNORE = -100
 
 
 def has_targets(labels: Any) -> TypeGuard[Tensor]:

@@ -32,6 +32,7 @@ PER_ROW = frozenset(
 
 _OF_TOKENS = PER_ROW - {"group_ids", "rewards"} | {"old_values", "returns", "rollout_logps"}
 """Arguments with a value (or several) for each token; an entry is as long as its row or longer."""
+_TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 
 def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
@@ -300,9 +301,6 @@ def without_padding(batch: Any, *, left: bool) -> Any:
     if layout.packed:
         return PackedBatch(batch, layout, side)
     return batch if "attention_mask" in batch else unpack(batch, layout, side)
-
-
-_TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 
 class SharedBatch(PackedBatch):

@@ -17,6 +17,9 @@ from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 
 DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
 """Metrics of a new adapter."""
+PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Autocast dtype of each mixed precision."""
+_STRATEGIES = ("accelerate", "native_fsdp")
 
 
 @dataclass
@@ -202,12 +205,6 @@ def build_for_ranks(component: Any, kind: str, offered: Mapping[str, Any], kwarg
         taken = inspect.signature(resolved).parameters
         kwargs = {name: value for name, value in offered.items() if name in taken} | kwargs
     return registry().build(resolved, kind, **kwargs)
-
-
-PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Autocast dtype of each mixed precision."""
-
-_STRATEGIES = ("accelerate", "native_fsdp")
 
 
 def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapping[str, Any] | None) -> None:

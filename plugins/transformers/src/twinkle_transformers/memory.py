@@ -28,6 +28,19 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BUFFER = 1 << 20
 """Size in bytes of buffers that are returned to the system when freed; see `give_back_at_once`."""
 _M_MMAP_THRESHOLD = -3
+_HUGE = 4 << 20
+"""Size in bytes above which numpy uses huge pages; below, torch's allocator is equally fast."""
+T = TypeVar("T")
+SHARE = 0.8
+"""Share of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
+_UNIT = 64
+_NEAR = 0.25
+"""Share of the free memory above which freed buffers of a pass on a CPU are returned to the system immediately."""
+_SURELY = 0.05
+"""Share of the free memory below which a rough upper bound of a pass is sufficient, without a measurement."""
+_INPUTS = "\0inputs"
+"""Name that replaces an adapter's where all activations of a model are measured, whatever is trained."""
+_Key = tuple[str, bool, bool, bool]
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -210,10 +223,6 @@ def _field(path: Path, name: str) -> int | None:
     return next((int(words[1]) for line in lines if (words := line.split()) and words[0] == name), None)
 
 
-_HUGE = 4 << 20
-"""Size in bytes above which numpy uses huge pages; below, torch's allocator is equally fast."""
-
-
 def host_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """Return an uninitialized dense tensor in host memory.
 
@@ -251,21 +260,6 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return a view `[n]` of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-T = TypeVar("T")
-
-SHARE = 0.8
-"""Share of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
-
-_UNIT = 64
-_NEAR = 0.25
-"""Share of the free memory above which freed buffers of a pass on a CPU are returned to the system immediately."""
-_SURELY = 0.05
-"""Share of the free memory below which a rough upper bound of a pass is sufficient, without a measurement."""
-_INPUTS = "\0inputs"
-"""Name that replaces an adapter's where all activations of a model are measured, whatever is trained."""
-_Key = tuple[str, bool, bool, bool]
 
 
 class Recompute:

@@ -22,6 +22,11 @@ from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import body_of, routing_now, routing_of
 
 _FORWARD = nn.Linear.forward
+_TOLD = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "_is_expert_parallel")
+"""Attributes that transformers sets on experts with exchangeable implementations."""
+_PREFIX = "base_model.model."
+_REFUSED = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
+"""Fields that PEFT refuses together with `target_parameters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +160,6 @@ def _is_linear(module: nn.Linear) -> bool:
         return nn.functional.linear(x, module.weight, module.bias)
 
     return judge("linear", own, plain, x.to(module.weight.dtype)).exact
-
-
-_TOLD = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "_is_expert_parallel")
-"""Attributes that transformers sets on experts with exchangeable implementations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +302,6 @@ def _trained_only(weights: Tensor, routing: Routing) -> Tensor:
     if routing.trained == routing.total or not weights.requires_grad:
         return weights
     return torch.cat([weights[: routing.trained], weights[routing.trained :].detach()])
-
-
-_PREFIX = "base_model.model."
-_REFUSED = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
-"""Fields that PEFT refuses together with `target_parameters`."""
 
 
 def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:

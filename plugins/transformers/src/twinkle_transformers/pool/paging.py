@@ -34,6 +34,8 @@ from twinkle_transformers.pool.tenants import Tenant
 
 BLANK = torch.full((), torch.nan)
 """Placeholder of paged weights: NaN, so that using them by mistake shows in every result."""
+DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
+"""Default limits of adapters, as shares of the memory that is free when the pool is created."""
 
 
 @dataclass(slots=True, eq=False)
@@ -249,10 +251,6 @@ def _is_cuda(device: torch.device) -> bool:
 def _unlink(path: Path, process: int) -> None:
     if os.getpid() == process:  # finalizers run in forked children too
         path.unlink(missing_ok=True)
-
-
-DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
-"""Default limits of adapters, as shares of the memory that is free when the pool is created."""
 
 
 class Paging:

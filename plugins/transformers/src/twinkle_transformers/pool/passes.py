@@ -31,6 +31,10 @@ from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.pool.work import MicroBatch, Scoring, WorkItem, split_in_half
 from twinkle_transformers.sites import ExpertSite, Site
 
+PASS, PARTS, ROWS = "pass", "parts", "rows"
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""Names of the number of experts per token in configurations of models."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassLoad:
@@ -360,9 +364,6 @@ def _within(waiting: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
     return taken
 
 
-PASS, PARTS, ROWS = "pass", "parts", "rows"
-
-
 class Compositions:
     """Describes passes, and creates placeholders from descriptions.
 
@@ -512,10 +513,6 @@ def _read_scoring(given: Mapping[str, Any]) -> Scoring:
     needs = dict(given)
     count, targets, temperature = needs.pop("count"), needs.pop("targets"), needs.pop("temperature")
     return Scoring(Needs(**needs), float(temperature), tuple(targets), int(count))
-
-
-_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-"""Names of the number of experts per token in configurations of models."""
 
 
 class UsageMeter:

@@ -38,6 +38,7 @@ Work = list[tuple[Request | Running, Piece]]
 """What a step reads, and for whom."""
 
 _LOGIT_BYTES = 1 << 26  # logits of one dtype that are drawn from or scored at once
+Row = tuple[Request, SequenceState]
 
 
 class StepPlanner:
@@ -429,9 +430,6 @@ class StepEngine:
         with self._changed:
             self._driven = False
             self._changed.notify_all()
-
-
-Row = tuple[Request, SequenceState]
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> None:

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from twinkle_transformers.sampling.requests import Place, Request
 
+_LEAST = 64  # tokens that a slot has room for at first
+BLOCK = 16
+"""Tokens of a block; only whole blocks are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -104,9 +108,6 @@ class KVCache:
         """Put back what `take` returned, from `start` on."""
         for pool, part in zip(self._pools.values(), taken, strict=True):
             pool[:, slot, :, start : start + part.shape[2]] = part
-
-
-_LEAST = 64  # tokens that a slot has room for at first
 
 
 class KVCacheManager:
@@ -264,10 +265,6 @@ def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
         while count + size <= most and one[count : count + size] == other[count : count + size]:
             count += size
     return count
-
-
-BLOCK = 16
-"""Tokens of a block; only whole blocks are kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

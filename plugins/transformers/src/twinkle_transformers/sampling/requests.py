@@ -17,6 +17,9 @@ from twinkle_transformers.sampling.sampling_ops import draw_several, log_probs, 
 
 _DEFAULT_ROOM = 2048
 _MEDIA = ("pixel_values", "pixel_values_videos", "images", "videos", "audios")
+_NOTHING = -1
+_UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
+_PATIENCE = 16  # tokens that may wait for a character to be finished; no character has so many bytes
 
 
 def as_list(inputs: Any) -> list[Any]:
@@ -96,9 +99,6 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _plain(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-_NOTHING = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -258,10 +258,6 @@ def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
             f"row {row}: prompt_targets hold {int(table[wrong][0])}, outside the model's vocabulary of {vocabulary}"
         )
     return table.long()
-
-
-_UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
-_PATIENCE = 16  # tokens that may wait for a character to be finished; no character has so many bytes
 
 
 @dataclass(frozen=True)

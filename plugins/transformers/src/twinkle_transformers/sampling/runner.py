@@ -26,6 +26,13 @@ from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 
 _GAP = 8  # slots without a token that one call may pass over
+_NONE = Segments.of([1])
+"""Segments of a scope that knows the sequences in another way."""
+Texts = tuple[tuple[int, ...], ...]
+_LIVELY_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that change with the longest sequence of a call."""
+_LENGTHS = (7, 5, 3)
+_CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +355,6 @@ def _put(target: Tensor, stretch: Stretch, tokens: Tensor) -> None:
     target[stretch.slot, :, stretch.start : stretch.stop] = tokens[stretch.rows].transpose(0, 1)
 
 
-_NONE = Segments.of([1])
-"""Segments of a scope that knows the sequences in another way."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """What a step reads of one sequence.
@@ -449,11 +452,6 @@ def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[Adapt
 
 def _keys(owners: Sequence[AdapterVersion | None]) -> list[str | None]:
     return [None if version is None else version.key for version in owners]
-
-
-Texts = tuple[tuple[int, ...], ...]
-_LIVELY_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change with the longest sequence of a call."""
 
 
 class Read:
@@ -656,10 +654,6 @@ class Runner:
             for parts, piece, first in zip(found, pieces, read.stream.firsts, strict=True):
                 parts.append(read.hidden[first : first + len(piece.tokens)])
         return torch.cat([torch.cat(parts) for parts in found])
-
-
-_LENGTHS = (7, 5, 3)
-_CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
 
 
 def _bounds() -> list[tuple[int, int]]:
