@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle.errors import ArgumentError
 
-__all__ = ["CHUNK_TOKENS", "LogitTransform", "TokenScores", "is_plain", "product_of", "score_tokens", "wide"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "LogitTransform",
+    "TokenScores",
+    "is_plain",
+    "product_of",
+    "score_tokens",
+    "transform_of",
+    "wide",
+]
 CHUNK_TOKENS = 256
 
 
