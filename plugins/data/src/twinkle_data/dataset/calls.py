@@ -1,4 +1,4 @@
-"""Calls what a script passes to `map`, `filter` and `set_template`: builds it, runs it on columns, checks the result."""
+"""Calls what a script passes to `map`, `filter` or `set_template`: builds it, runs it on columns, checks results."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
