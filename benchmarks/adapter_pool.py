@@ -41,8 +41,8 @@ from twinkle.engine import Operation, OperationResult
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import new_group
+from twinkle_transformers.memory import Recompute
 from twinkle_transformers.pool.pool import LoraPool
-from twinkle_transformers.recompute import Recompute
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CPU = torch.device("cpu")

@@ -409,7 +409,7 @@ def reference_plugins() -> str:
 
 
 SERVER_MODULES = ("settings", "application", "operations", "ports", "errors")
-TORCH_MODULES = ("head", "segments", "packing", "collate", "numerics", "pooling")
+TORCH_MODULES = ("head", "segments", "collate", "numerics", "pooling")
 
 
 def reference_modules(package: str, names: Iterable[str]) -> Callable[[], str]:

@@ -39,7 +39,6 @@ class TemplateLike(Protocol):
 
 
 
-from twinkle_chat.completion import append_tokens as append_tokens
 from twinkle_chat.deepseek_v4 import DeepseekV4Template as DeepseekV4Template
 from twinkle_chat.glm4 import Glm4Template as Glm4Template
 from twinkle_chat.reasoning import DeepseekR1Template as DeepseekR1Template
@@ -51,6 +50,7 @@ from twinkle_chat.template import Template as _Qwen2Template
 from twinkle_chat.template import Template as _Qwen2_5Template
 from twinkle_chat.template import Template as _Qwen3Template
 from twinkle_chat.template import Template as _Qwen3_5Template
+from twinkle_chat.template import append_tokens as append_tokens
 from twinkle_chat.turns import turn_span as turn_span
 DeepseekTemplate = _DeepseekTemplate
 Qwen2Template = _Qwen2Template

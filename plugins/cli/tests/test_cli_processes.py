@@ -11,7 +11,7 @@ import pytest
 from twinkle import DeviceMesh
 from twinkle.command import twinkle_command
 from twinkle.errors import ConfigError
-from twinkle_cli.processes import check_mesh, process_count, start_ranks, without_nproc
+from twinkle_cli.run import check_mesh, process_count, start_ranks, without_nproc
 
 
 @pytest.fixture

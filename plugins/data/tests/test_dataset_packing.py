@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, IterablePackingDataset, PackingDataset
 from twinkle.errors import ArgumentError, DataError, TrainingStateError, Unsupported
 from twinkle_data.dataset.encoding import row_length
-from twinkle_data.dataset.packing import pack_lengths
+from twinkle_data.dataset.packed import pack_lengths
 
 
 class Limit:

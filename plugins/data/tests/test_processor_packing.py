@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.processor import InputProcessor
-from twinkle_torch.packing import Layout
+from twinkle_torch.collate import Layout
 
 SHORT = {"input_ids": [5, 6], "labels": [6, -100], "loss_scale": [0.5, 0.0]}
 LONG = {"input_ids": [7, 8, 9], "labels": [-100, 9, -100], "loss_scale": [1.0, 1.0, 0.0]}

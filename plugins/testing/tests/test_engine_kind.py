@@ -16,7 +16,7 @@ from twinkle.errors import CheckpointError, NonFiniteError, Unsupported
 from twinkle.testing import tiny_model
 from twinkle_testing.contracts import examine
 from twinkle_transformers.engine import TransformersEngine
-from twinkle_transformers.versions import AdapterVersion
+from twinkle_transformers.lowrank.layout import AdapterVersion
 
 Engine = TransformersEngine
 

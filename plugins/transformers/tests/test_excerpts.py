@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing, excerpt, linear
 
 LENGTHS = (3, 2, 4, 1, 5, 2)

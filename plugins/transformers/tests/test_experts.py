@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinkle.errors import Unsupported
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.lowrank import dispatch, experts
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 EXPERTS, WIDTH, IN, OUT = 5, 2, 16, 24

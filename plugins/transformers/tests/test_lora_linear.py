@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from twinkle.kernel import kernelize, unkernelize
 from twinkle.testing import tiny_model
-from twinkle_transformers import lora_linear
+from twinkle_transformers import adapters
 from twinkle_transformers.memory import saved_bytes
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.sampling.adapters import LiveAdapters
@@ -48,7 +48,7 @@ def pair(kind: str = "Linear", bias: bool = True, dtype: torch.dtype = torch.flo
     if dtype == torch.float64:
         theirs = theirs.double()
     ours = copy.deepcopy(theirs)
-    lora_linear.install(ours)
+    adapters.fuse_layers(ours)
     return ours, theirs
 
 
@@ -184,7 +184,7 @@ def test_the_gradient_has_a_gradient(drops: bool) -> None:
     weight, mask = torch.randn(3, 3, dtype=torch.float64), torch.tensor([[0.0, 2.0, 2.0], [2.0, 0.0, 2.0]]).double()
 
     def function(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        return lora_linear.adapted(x, weight, None, down, up, 0.7, (lambda x: x * mask) if drops else None)
+        return adapters.lora_linear(x, weight, None, down, up, 0.7, (lambda x: x * mask) if drops else None)
 
     assert torch.autograd.gradcheck(function, (x, down, up))
     assert torch.autograd.gradgradcheck(function, (x, down, up))
@@ -350,8 +350,8 @@ def test_functions_of_torch_func_see_through_the_layer() -> None:
 def test_names_parameters_and_text_are_unchanged() -> None:
     _, theirs = pair()
     before, keys, text = [id(p) for p in theirs.parameters()], list(theirs.state_dict()), repr(theirs)
-    lora_linear.install(theirs)
-    lora_linear.install(theirs)
+    adapters.fuse_layers(theirs)
+    adapters.fuse_layers(theirs)
     assert ([id(p) for p in theirs.parameters()], list(theirs.state_dict()), repr(theirs)) == (before, keys, text)
     assert isinstance(layer(theirs), lora.Linear)
     assert type(layer(theirs)).__mro__[1] is lora.Linear
@@ -485,13 +485,13 @@ def test_five_steps_of_a_model_are_those_of_peft(folder: Path, recompute: bool) 
 
 def test_every_adapted_layer_of_a_model_is_one_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = lora_linear.adapted
+    real = adapters.lora_linear
 
     def counted(*args: Any) -> Tensor:
         calls.append(1)
         return real(*args)
 
-    monkeypatch.setattr(lora_linear, "adapted", counted)
+    monkeypatch.setattr(adapters, "lora_linear", counted)
     model = TransformersModel(model_id=str(folder), mixed_precision="bf16", gradient_checkpointing=False)
     model.add_adapter_to_model("a", LORA)
     model.add_adapter_to_model("b", LORA | {"lora_dropout": 0.2})

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Mask, Routing, linear, stack
 
 IN, OUT = 12, 16

@@ -16,9 +16,9 @@ from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers import memory
 from twinkle_transformers.batches import positions
-from twinkle_transformers.budget import PassKind
 from twinkle_transformers.losses import needs_of
 from twinkle_transformers.memory import free_host_bytes, own_limit, saved_bytes
+from twinkle_transformers.passes import PassKind
 from twinkle_transformers.sampling.runner import Runner
 
 ROWS = make_rows(12, (9, 30, 17, 24), seed=3)

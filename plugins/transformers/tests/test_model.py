@@ -81,8 +81,7 @@ def test_logps_are_the_log_softmax_of_the_models_own_logits(
 
 
 def test_a_head_that_twinkle_does_not_know_is_computed_whole(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from twinkle_transformers.backbone import Backbone
-    from twinkle_transformers.token_scores import Needs
+    from twinkle_transformers.backbone import Backbone, Needs
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inner = plain.forward

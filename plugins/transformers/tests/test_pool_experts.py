@@ -16,23 +16,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle_torch.layout import Layout, Shape
 from twinkle_torch.numerics import RoundingNoise
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
-from twinkle_transformers.pool.experts import (
+from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
+from twinkle_transformers.sites import (
     as_peft_reads,
     expert_views,
     find_expert_sites,
+    find_sites,
     from_peft,
+    install,
     install_experts,
     match_experts,
     to_peft,
+    uninstall,
     uninstall_experts,
 )
-from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
-from twinkle_transformers.sites import find_sites, install, uninstall
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

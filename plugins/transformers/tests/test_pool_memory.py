@@ -17,11 +17,10 @@ from twinkle.engine import Operation, OperationError, OperationResult, Usage
 from twinkle.errors import CapacityError
 from twinkle.loss import Loss
 from twinkle.testing import tiny_model
-from twinkle_torch.layout import Layout, Shape
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import saved_bytes
-from twinkle_transformers.pool.passes import ForwardPass
+from twinkle_transformers.pool.passes import ForwardPass, UsageMeter
 from twinkle_transformers.pool.pool import LoraPool
-from twinkle_transformers.pool.usage import UsageMeter
 from twinkle_transformers.pool.work import MicroBatch
 
 NAMES = ("a", "b", "c")

@@ -16,9 +16,9 @@ from torch import Tensor
 from twinkle.engine import Operation, OperationError
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import new_group
+from twinkle_transformers.memory import Recompute
 from twinkle_transformers.pool.pool import LoraPool
 from twinkle_transformers.pool.tenants import matrices_of
-from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.segments import recompute_contexts
 
 SMALL: dict[str, Any] = {

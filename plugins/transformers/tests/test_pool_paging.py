@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_leaves_the_adapter_where_it_is(
     for place in ("device", "host"):
         model.pool.page("a", place)
         with monkeypatch.context() as patch:
-            patch.setattr("twinkle_transformers.pool.pages.save_file", full)
+            patch.setattr("twinkle_transformers.pool.paging.save_file", full)
             with pytest.raises(OutputError, match=r"adapter 'a' \([\d,]+ bytes\) cannot be paged .*No space left"):
                 model.pool.page("a", "disk", tmp_path / "full")
         assert getattr(model.pool.bytes_of("a"), place) > 0
@@ -282,7 +282,7 @@ def test_idle_adapters_that_cannot_leave_are_told_and_refused(
     size = flat_bytes(folder)
     model = opened(folder, "a", scheduler=False, adapter_memory=size, host_memory=0)
     monkeypatch.setattr(
-        "twinkle_transformers.pool.pages.save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "twinkle_transformers.pool.paging.save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
     )
     model.add_adapter_to_model("b", lora(4))
     with pytest.raises(CapacityError, match="the idle ones cannot be paged out: see the log"):

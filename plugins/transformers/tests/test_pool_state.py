@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_changes_nothing(folder: 
         ("b", short, r"weights is torch.float32 \[\d+\]; it should be"),
         ("b", lacking, r"weights is missing"),
         ("b", foreign, r"'exp_avg/nobody' of an optimizer"),
-        ("b", strange, r"unknown tensor 'bias'"),
+        ("b", strange, r"an unknown tensor 'bias'"),
         ("b", damaged(snapshot, version=9), r"version 9; this is 1"),
         ("b", damaged(snapshot, scheduler=None), r"no scheduler, the model has CosineWarmupScheduler"),
         ("b", damaged(snapshot, counters={**counters, "updates": None}), r"updates is None"),

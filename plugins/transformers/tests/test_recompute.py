@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.testing import tiny_model
-from twinkle_transformers.memory import Footprint, free_bytes, free_host_bytes, measure, saved_bytes
-from twinkle_transformers.recompute import Recompute
+from twinkle_transformers.memory import Footprint, Recompute, free_bytes, free_host_bytes, measure, saved_bytes
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from twinkle.errors import ArgumentError
 from twinkle.loss import DPOLoss
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
+from twinkle_transformers.batches import row_inputs, share_arguments, split_rows
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.rows import row_inputs, share_arguments, split_rows
 
 LENGTHS = (5, 9, 12, 7, 16, 3)
 LR = 16.0  # large enough that rounding of the parameters does not hide the update

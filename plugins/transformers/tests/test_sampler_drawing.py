@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from twinkle.testing import tiny_tokenizer
+from twinkle_transformers.sampling.requests import StopRule
 from twinkle_transformers.sampling.sampling_ops import (
     draw,
     log_probs,
@@ -22,7 +23,6 @@ from twinkle_transformers.sampling.sampling_ops import (
     uniform,
     with_logprobs,
 )
-from twinkle_transformers.sampling.stopping import StopRule
 
 
 def logits_of(seed, rows=3, size=40):

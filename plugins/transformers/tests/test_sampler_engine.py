@@ -11,7 +11,7 @@ from threads import one_thread  # noqa: F401 - a fixture
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle.sampler import TorchSampler
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.sampling.stopping import StopRule
+from twinkle_transformers.sampling.requests import StopRule
 
 
 def spy(sampler, monkeypatch):

@@ -19,7 +19,7 @@ from threads import one_thread  # noqa: F401 - a fixture
 from twinkle.errors import NonFiniteError
 from twinkle.sampler import TorchSampler
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.sampling.prefix_cache import common
+from twinkle_transformers.sampling.kv_cache import common
 
 HEAD = PROMPTS[3] + PROMPTS[8]  # 73 tokens
 ALIKE = [[*HEAD, n, n + 1] for n in range(5)]

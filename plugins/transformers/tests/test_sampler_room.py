@@ -12,9 +12,7 @@ from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
 from twinkle_transformers.sampling.kv_cache import KVCache, KVCacheManager, LayerShape
-from twinkle_transformers.sampling.prompts import PromptScores
-from twinkle_transformers.sampling.requests import Prompt, Request
-from twinkle_transformers.sampling.stopping import StopRule
+from twinkle_transformers.sampling.requests import Prompt, PromptScores, Request, StopRule
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stop": []}
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor
 from twinkle.data_format import SamplingParams
 from twinkle.errors import DataError, Unsupported
 from twinkle.sampler import TorchSampler
-from twinkle_transformers.sampling.prompts import PromptScores
+from twinkle_transformers.sampling.requests import PromptScores
 from twinkle_transformers.sampling.runner import Runner
 
 PROMPT = PROMPTS[1]

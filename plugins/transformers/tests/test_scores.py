@@ -10,7 +10,7 @@ from twinkle.data_format import LossOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import FusedLoss, HeadProduct, Loss
 from twinkle.testing import tiny_model
-from twinkle_transformers import token_scores
+from twinkle_transformers import backbone
 from twinkle_transformers.model import TransformersModel
 
 ROWS: list[Any] = [
@@ -85,9 +85,9 @@ def test_positions_of_weight_zero_are_scored_only_where_somebody_may_want_them(f
 
 def test_the_head_is_told_the_chunk_size_of_the_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    score = token_scores.score_tokens
+    score = backbone.score_tokens
     monkeypatch.setattr(
-        token_scores,
+        backbone,
         "score_tokens",
         lambda *args, **options: told.append(options["chunk_tokens"]) or score(*args, **options),
     )

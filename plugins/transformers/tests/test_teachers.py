@@ -13,8 +13,8 @@ from uneven import uneven_rows
 from twinkle.errors import ArgumentError, OperationsFailed
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.testing import tiny_model
+from twinkle_transformers.backbone import Needs, score_logits
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.token_scores import Needs, score_logits
 
 LENGTHS = (5, 9, 12, 7, 3)
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}

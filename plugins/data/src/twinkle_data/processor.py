@@ -9,16 +9,19 @@ from twinkle.errors import ArgumentError, Unsupported
 from twinkle.runtime import remote_class
 from twinkle_torch.collate import (
     TOKEN_KEYS,
+    Layout,
     Row,
     as_rows,
     join,
     join_labels,
     mask_and_positions,
     of_whole_row,
+    pack,
     pad_tokens,
     per_token,
+    unpack,
+    unpack_outputs,
 )
-from twinkle_torch.packing import Layout, pack, unpack, unpack_outputs
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from twinkle_torch.logits import wide
+from twinkle_torch.head import wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, DataError
 from twinkle_losses.divergence import Events
 from twinkle_losses.options import Rest
 from twinkle_torch import tables
-from twinkle_torch.logits import wide
+from twinkle_torch.head import wide
 from twinkle_torch.trained import Trained
 
 

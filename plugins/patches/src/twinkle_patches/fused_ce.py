@@ -73,8 +73,7 @@ def _targets(labels: "Tensor", ignored: int) -> "Tensor":
 
 def _loss(model: Any, hidden: "Tensor", targets: "Tensor", count: Any, ignored: int) -> "Tensor":
     """Return the sum of `-log p(target)` over the trained positions, divided by `count` or by their number."""
-    from twinkle_torch.head import score_tokens
-    from twinkle_torch.logits import transform_of
+    from twinkle_torch.head import score_tokens, transform_of
 
     targets = targets.reshape(-1).to(hidden.device)
     where = (targets != ignored).nonzero().squeeze(-1)

@@ -15,11 +15,10 @@ from twinkle.hub.local import reference_of
 from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory, recovered
 from twinkle_transformers import adapters, training_state
-from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.group import OptimizerGroup, check_name, plain_state
 from twinkle_transformers.loaded_model import LoadedModel
-from twinkle_transformers.options import check_name, plain_state
 from twinkle_transformers.parallel import copy_into, local
-from twinkle_transformers.peft_adapters import Adapters
+from twinkle_transformers.training import Adapters
 from twinkle_transformers.training_state import read_tensors
 
 _TOKENIZER_FILES = (

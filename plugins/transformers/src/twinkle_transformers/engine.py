@@ -29,14 +29,14 @@ from twinkle.engine import (
 )
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, EngineFault, TwinkleError, Unsupported
 from twinkle_transformers.adapters import WEIGHTS
-from twinkle_transformers.options import PRECISION
+from twinkle_transformers.backbone import context_of
+from twinkle_transformers.group import PRECISION
+from twinkle_transformers.lowrank.layout import AdapterVersion
+from twinkle_transformers.memory import is_out_of_memory
 from twinkle_transformers.pool import snapshots
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
-from twinkle_transformers.recompute import is_out_of_memory
 from twinkle_transformers.sampler import TorchSampler
-from twinkle_transformers.sampling.prompts import context_of
 from twinkle_transformers.sampling.requests import SampleHandle
-from twinkle_transformers.versions import AdapterVersion
 
 UNLIMITED_CONTEXT: Final = 1 << 20
 """Maximum number of tokens of a row where the model's configuration does not say."""

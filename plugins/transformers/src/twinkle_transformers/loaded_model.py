@@ -14,12 +14,11 @@ from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.platform import Platform
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.group import OptimizerGroup, new_group
+from twinkle_transformers.group import PRECISION, OptimizerGroup, check_model_id, check_model_options, new_group
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.loss_scaler import LossScaler
-from twinkle_transformers.options import PRECISION, check_model_id, check_model_options
+from twinkle_transformers.memory import Recompute
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
-from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.segments import recompute_contexts
 
 

@@ -12,9 +12,9 @@ from twinkle.errors import ArgumentError, ComponentTypeError, DataError, NonFini
 from twinkle.logging import get_logger
 from twinkle.loss import Loss
 from twinkle_registry import check_keywords, nearest
+from twinkle_transformers.backbone import IGNORE, Needs, has_targets
+from twinkle_transformers.batches import rows_together
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
-from twinkle_transformers.rows import rows_together
-from twinkle_transformers.token_scores import IGNORE, Needs, has_targets
 
 _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "return_logits", "task")
 """Arguments of `forward_backward` beside those of the loss."""

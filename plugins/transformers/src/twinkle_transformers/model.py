@@ -22,9 +22,8 @@ from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.parallel import whole
 from twinkle_transformers.passes import Passes
-from twinkle_transformers.peft_adapters import PeftAdapters
 from twinkle_transformers.sync.sending import outgoing_weights
-from twinkle_transformers.training import AdapterTraining
+from twinkle_transformers.training import AdapterTraining, PeftAdapters
 
 
 @remote_class()

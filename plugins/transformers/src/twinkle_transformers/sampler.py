@@ -15,14 +15,24 @@ from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.sampling.prompts import PromptScores, as_list, context_of, end_tokens, rooms, token_ids
-from twinkle_transformers.sampling.requests import Prompt, Request, SampleHandle, SequenceState
+from twinkle_transformers.backbone import context_of
+from twinkle_transformers.lowrank.layout import AdapterVersion
+from twinkle_transformers.sampling.engine import Limits, SamplingService
+from twinkle_transformers.sampling.requests import (
+    Prompt,
+    PromptScores,
+    Request,
+    SampleHandle,
+    SequenceState,
+    StopRule,
+    as_list,
+    end_tokens,
+    rooms,
+    token_ids,
+)
 from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.sampling.service import Limits, SamplingService
 from twinkle_transformers.sampling.sources import OwnWeights, Pick, SharedModel, Source
-from twinkle_transformers.sampling.stopping import StopRule
 from twinkle_transformers.sync.receiving import ReceivesWeights
-from twinkle_transformers.versions import AdapterVersion
 
 Row = InputFeature | Trajectory
 

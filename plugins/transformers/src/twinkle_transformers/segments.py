@@ -2,7 +2,7 @@
 
 While it runs, transformers uses an attention implementation that reads the segments from a context variable, and
 modules that mix tokens by other means (gated delta rule, Mamba, short convolutions) run on one sequence at a time.
-Calls without segments use the model's own forward.
+Calls without segments use the model's own forward. Whether that is exact is measured, and again after a patch.
 """
 
 import inspect
@@ -12,17 +12,18 @@ from contextvars import ContextVar, Token
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import Lock, local
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from twinkle._registry import registry
 from twinkle.errors import TrainingStateError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle_torch.segments import Segments, by_segment, segment_attention
 from twinkle_transformers.lowrank.products import Routing, excerpt
-from twinkle_transformers.patch_watch import PatchWatch
 
 NAME = "twinkle_segments"
 _PACKED = (5, 3, 5)
@@ -463,3 +464,47 @@ def _unseen_windows(scope: Scope, config: Any) -> list[int]:
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     local = kinds - {"full_attention", "linear_attention"}
     return sorted(scope.masked - scope.windows) if local else []
+
+
+class PatchWatch:
+    """Detects changes of the patches of a model.
+
+    It includes patches of modules around and inside the model, and of classes and Python modules, which may affect any
+    model.
+
+    Args:
+        model: the Hugging Face module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._record_version: Callable[[], int] = _exported("record_version") or (lambda: 0)
+        self._applications: Callable[[], list[Any]] = _exported("applications") or (lambda: [])
+        self._version, self._known = self._record_version(), self._applied()
+
+    def changed(self) -> bool:
+        """Return whether a patch was applied or undone since the last call; cheap if none was in this process."""
+        if (version := self._record_version()) == self._version:
+            return False
+        before, self._version, self._known = self._known, version, self._applied()
+        return before != self._known
+
+    def forget(self) -> None:
+        """Make the next call return True, because the last change could not be handled."""
+        self._version, self._known = -1, [None]
+
+    def _applied(self) -> list[Any]:
+        inside = {id(module) for module in self._model.modules()}
+        return [a for a in self._applications() if self._concerns(a.target(), inside)]
+
+    def _concerns(self, target: Any, inside: set[int]) -> bool:
+        if not isinstance(target, nn.Module):
+            return isinstance(target, type | ModuleType)
+        return id(target) in inside or any(module is self._model for module in target.modules())
+
+
+def _exported(name: str) -> Any:
+    """Return a function of the plugin for patches; None if it is not installed, so that nothing can be patched."""
+    if name not in registry().exports("twinkle.patch"):
+        return None
+    return registry().export("twinkle.patch", name)

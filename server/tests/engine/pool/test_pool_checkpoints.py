@@ -13,7 +13,7 @@ from server_reference import Reference
 from twinkle.testing import tiny_model
 from twinkle_server.engine.errors import UserError
 from twinkle_server.operations import Create, Load, Save
-from twinkle_torch.layout import Layout
+from twinkle_transformers.lowrank.layout import Layout
 from twinkle_transformers.pool import config as pool_config
 
 

@@ -10,7 +10,7 @@ from twinkle.errors import ArgumentError, ComponentTypeError, DataError, Trainin
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset import transform
-from twinkle_data.dataset.component import called_with, template_for, template_from
+from twinkle_data.dataset.calls import called_with, template_for, template_from
 from twinkle_data.dataset.encoding import CheckCall, EncodeCall, table_lengths, warn_of_untrained
 from twinkle_data.dataset.saving import Saving
 from twinkle_data.dataset.sources import load, not_empty

@@ -11,8 +11,9 @@ from twinkle.dataset.meta import DatasetMeta, all_readable, readable
 from twinkle.dataset.protocol import NotSized
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
 from twinkle.runtime import remote_class, remote_function
-from twinkle_data.dataset.component import template_for, template_from
+from twinkle_data.dataset.calls import template_for, template_from
 from twinkle_data.dataset.saving import Saving
+from twinkle_data.dataset.sources import Source, open_stream
 from twinkle_data.dataset.stages import (
     Chunk,
     FilterStage,
@@ -25,7 +26,6 @@ from twinkle_data.dataset.stages import (
     map_stage,
     run_stages,
 )
-from twinkle_data.dataset.streaming import Source, open_stream
 
 CHUNK_ROWS = 64
 

@@ -12,7 +12,7 @@ from twinkle.logging import get_logger
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.base import Dataset
-from twinkle_data.dataset.component import template_for
+from twinkle_data.dataset.calls import template_for
 from twinkle_data.dataset.stages import Chunk, Stage, check_stage, encode_stage, map_stage, run_stages
 from twinkle_data.dataset.table import Table
 from twinkle_data.dataset.transform import cast_table

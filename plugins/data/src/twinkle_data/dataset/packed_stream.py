@@ -12,8 +12,7 @@ from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.iterable import IterableDataset
-from twinkle_data.dataset.packed import from_one
-from twinkle_data.dataset.packing import Fill, capacity_of, check_lengths, joined, pack_lengths, token_keys_of
+from twinkle_data.dataset.packed import Fill, capacity_of, check_lengths, from_one, joined, pack_lengths, token_keys_of
 from twinkle_data.dataset.stages import Chunk, Row, Stage, run_stages
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")

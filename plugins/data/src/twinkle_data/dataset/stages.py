@@ -7,8 +7,7 @@ from typing import Any
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.filter import Filter
 from twinkle.preprocessor.base import Preprocessor
-from twinkle_data.dataset.columns import call_on_columns, clean_column, require_one_length
-from twinkle_data.dataset.component import Call, called_with
+from twinkle_data.dataset.calls import Call, call_on_columns, called_with, clean_column, require_one_length
 from twinkle_data.dataset.encoding import CheckCall, EncodeCall
 
 Row = dict[str, Any]

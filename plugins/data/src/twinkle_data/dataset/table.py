@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle.errors import DataError
-from twinkle_data.dataset.columns import clean_column, require_one_length
+from twinkle_data.dataset.calls import clean_column, require_one_length
 
 _CHUNK = 10_000
 

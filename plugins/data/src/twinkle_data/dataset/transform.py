@@ -18,7 +18,7 @@ from typing import Any
 
 from twinkle.errors import ArgumentError, DataError
 from twinkle.filter import Filter
-from twinkle_data.dataset.columns import call_on_columns
+from twinkle_data.dataset.calls import call_on_columns
 from twinkle_data.dataset.table import Table, fingerprint, from_columns, join
 
 # Arguments of `datasets` that would break what `map` promises: columns in and out, types found over all rows.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
-from twinkle_torch.layout import Entry
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.grouped import has_kernel
+from twinkle_transformers.lowrank.layout import Entry
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 

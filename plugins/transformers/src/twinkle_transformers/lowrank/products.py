@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twinkle_torch.layout import Entry, Layout
 from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.layout import Entry, Layout
 
 Mask = Callable[[str, int, torch.dtype], Tensor]
 """Returns the dropout factors `[L, features]` of a layer, given its name, the number of features and the dtype."""

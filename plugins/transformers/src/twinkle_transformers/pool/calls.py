@@ -11,6 +11,7 @@ from twinkle.data_format import ModelOutput
 from twinkle.engine import Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, DataError, OperationsFailed, TrainingStateError
 from twinkle_registry import check_keywords
+from twinkle_transformers.batches import as_rows, row_count, row_inputs
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.losses import check_loss_arguments, loss_name
 from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
@@ -19,7 +20,6 @@ from twinkle_transformers.pool.pool import LoraPool
 from twinkle_transformers.pool.stepping import step_together
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.pool.work import WorkItem, asks_for_base
-from twinkle_transformers.rows import as_rows, row_count, row_inputs
 from twinkle_transformers.training import AdapterTraining
 
 Options = Mapping[str, Any]

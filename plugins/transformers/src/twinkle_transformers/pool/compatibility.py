@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
-from twinkle_torch.layout import Layout, Shape
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle_torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.pool.stream import Stream
 from twinkle_transformers.segments import Scope, is_routed, routing_now

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
-from twinkle_torch.layout import Layout, Shape
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import host_zeros
-from twinkle_transformers.pool.experts import ExpertSite, as_peft_reads, match_experts
-from twinkle_transformers.sites import Site
+from twinkle_transformers.sites import ExpertSite, Site, as_peft_reads, match_experts
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
 """Names of the modules of a decoder layer that mix tokens; its other modules are its MLP."""

@@ -21,12 +21,12 @@ from twinkle_transformers.checkpoints import ModelCheckpoints
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
 from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
 from twinkle_transformers.pool.calls import PoolCalls
 from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool
 from twinkle_transformers.sync.sending import outgoing_weights
 from twinkle_transformers.training import AdapterTraining
-from twinkle_transformers.versions import AdapterVersion
 
 Names = str | Sequence[str | None]
 

@@ -26,33 +26,34 @@ from twinkle.engine import (
 )
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers import losses
 from twinkle_transformers.adapters import read_config as read_adapter_config
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.group import OptimizerGroup, check_adapter, check_clipping
 from twinkle_transformers.losses import loss_name
+from twinkle_transformers.lowrank.layout import AdapterVersion, Layout, Shape
+from twinkle_transformers.memory import Recompute, is_out_of_memory
 from twinkle_transformers.optimizers import override
-from twinkle_transformers.options import check_adapter, check_clipping
 from twinkle_transformers.parallel import Replicated, parallel_of
-from twinkle_transformers.patch_watch import PatchWatch
 from twinkle_transformers.pool import files
-from twinkle_transformers.pool.admission import Admission, no_room
 from twinkle_transformers.pool.compatibility import check_model_kind, drop_partial_sites, needs_separate_sequences
-from twinkle_transformers.pool.composition import Compositions, cuts_of
 from twinkle_transformers.pool.config import AdapterPlan, first_weights, read_config
-from twinkle_transformers.pool.experts import find_expert_sites, install_experts
-from twinkle_transformers.pool.pages import BLANK
-from twinkle_transformers.pool.paging import Paging
-from twinkle_transformers.pool.passes import ForwardPass, FusedPasses
+from twinkle_transformers.pool.paging import BLANK, Paging
+from twinkle_transformers.pool.passes import (
+    Admission,
+    Compositions,
+    ForwardPass,
+    FusedPasses,
+    UsageMeter,
+    cuts_of,
+    no_room,
+)
 from twinkle_transformers.pool.snapshots import restore_snapshot, take_snapshot
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
-from twinkle_transformers.pool.usage import UsageMeter
 from twinkle_transformers.pool.work import MicroBatch, WorkItem, by_row, prepare, split, split_in_half
-from twinkle_transformers.recompute import Recompute, is_out_of_memory
-from twinkle_transformers.sites import check_places, find_sites, install, uninstall
-from twinkle_transformers.versions import AdapterVersion
+from twinkle_transformers.segments import PatchWatch
+from twinkle_transformers.sites import check_places, find_expert_sites, find_sites, install, install_experts, uninstall
 
 Probe = Callable[[dict[str, Tensor]], object]
 TOKENS_PER_PASS = 16_384

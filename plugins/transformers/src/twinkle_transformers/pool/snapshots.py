@@ -20,8 +20,8 @@ from torch import Tensor
 
 from twinkle.engine import AdapterSpec
 from twinkle.errors import CheckpointError, TwinkleError
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import host_copy
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.pool.tenants import Tenant

@@ -6,8 +6,7 @@ from twinkle.errors import NonFiniteError, OperationsFailed, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle_transformers import losses
 from twinkle_transformers.flat_step import clip_and_step
-from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.options import check_clipping
+from twinkle_transformers.group import OptimizerGroup, check_clipping
 from twinkle_transformers.parallel import Replicated
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group

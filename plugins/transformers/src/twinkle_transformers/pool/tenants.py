@@ -10,9 +10,9 @@ from twinkle.engine import AdapterRef, Usage
 from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.pool.config import AdapterPlan
-from twinkle_transformers.pool.experts import expert_views
-from twinkle_transformers.versions import AdapterVersion
+from twinkle_transformers.sites import expert_views
 
 
 @dataclass(slots=True, eq=False)

@@ -13,15 +13,11 @@ from twinkle.data_format import InputFeature, ModelOutput
 from twinkle.engine import Operation, Usage
 from twinkle.errors import ArgumentError, DataError
 from twinkle_transformers import losses
-from twinkle_transformers.backbone import Backbone, check_batch
-from twinkle_transformers.batches import PackedBatch, without_padding
-from twinkle_transformers.group import Pass
+from twinkle_transformers.backbone import IGNORE, Backbone, Needs, check_batch, context_of, has_targets
+from twinkle_transformers.batches import PackedBatch, as_rows, batch_size, row_inputs, share_arguments, without_padding
+from twinkle_transformers.group import Pass, check_call, top_of_call
 from twinkle_transformers.losses import check_loss_arguments, loss_name
-from twinkle_transformers.options import check_call, top_of_call
 from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
-from twinkle_transformers.sampling.prompts import context_of
-from twinkle_transformers.token_scores import IGNORE, Needs, has_targets
 
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 

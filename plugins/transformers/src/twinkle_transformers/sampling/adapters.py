@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.adapters import CONFIG, WEIGHTS, read_config, tuned_places
+from twinkle_transformers.lowrank.layout import AdapterVersion, Layout, Shape
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.sites import Site, find_sites
 from twinkle_transformers.training_state import read_tensors
-from twinkle_transformers.versions import AdapterVersion
 
 _KEY = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
 _NUMBERS = count(1)  # no two versions have one key, whatever a folder says about when it was written

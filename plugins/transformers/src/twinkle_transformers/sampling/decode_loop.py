@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from twinkle.data_format import SamplingParams
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle_torch.segments import Segments
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.lowrank.products import Routing
-from twinkle_transformers.sampling.requests import Generated, Prompt, Request, SequenceState
+from twinkle_transformers.sampling.requests import Generated, Prompt, Request, SequenceState, StopRule
 from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sampling.sampling_ops import (
     draw,
@@ -26,10 +27,8 @@ from twinkle_transformers.sampling.sampling_ops import (
     penalize,
     with_logprobs,
 )
-from twinkle_transformers.sampling.stopping import StopRule
 from twinkle_transformers.segments import Scope
 from twinkle_transformers.sites import install
-from twinkle_transformers.versions import AdapterVersion
 
 Within = Callable[[int], AbstractContextManager[Any]]
 """Gives the context of a call with so many tokens."""

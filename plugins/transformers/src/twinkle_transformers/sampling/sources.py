@@ -23,11 +23,10 @@ from twinkle_transformers import adapters
 from twinkle_transformers.adapters import tuned_places
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.pool.experts import find_expert_sites, install_experts
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.sampling.adapters import LiveAdapters, Spare, read_version, sites_of
 from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.sites import Site
-from twinkle_transformers.versions import AdapterVersion
+from twinkle_transformers.sites import Site, find_expert_sites, install_experts
 
 _KEPT = 4  # adapters given by path that stay loaded; a training loop writes a new one each step
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from twinkle import remote_function
 from twinkle.checkpoint_engine import CheckpointEngine, CheckpointEngineMixin
 from twinkle.errors import ArgumentError, Unsupported
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.sampling.adapters import arrived_version
-from twinkle_transformers.sampling.service import SamplingService
+from twinkle_transformers.sampling.engine import SamplingService
 from twinkle_transformers.sampling.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.sync.terms import base_weights, ties
-from twinkle_transformers.versions import AdapterVersion
 
 ADAPTER = "base_model.model."
 Arrived = dict[str, Tensor]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.loaded_model import LoadedModel
-from twinkle_transformers.peft_adapters import Adapters
 from twinkle_transformers.sync.terms import Changes, Term, base_weights, ties
+from twinkle_transformers.training import Adapters
 
 Weights = Iterator[tuple[str, Tensor]]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.adapters import tuned_places
+from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.sites import Site
-from twinkle_transformers.versions import AdapterVersion
 
 _WRAPPERS = (".base_layer", ".original_module")
 _ADAPTERS = (".lora_", ".modules_to_save.", ".trainable_tokens")

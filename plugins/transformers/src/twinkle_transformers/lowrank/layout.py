@@ -1,12 +1,14 @@
-"""Where the matrices of a LoRA adapter lie in its one flat buffer."""
+"""The weights of a LoRA adapter in one flat buffer: where each matrix lies, and immutable versions of the buffer."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+
+from twinkle.errors import NonFiniteError
 
 ALIGNMENT = 8
 """Numbers at whose multiples each matrix begins: 16 bytes of a 2-byte dtype, which grouped kernels ask for."""
@@ -137,3 +139,35 @@ def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     if flat.ndim == 1:
         return flat.as_strided(shape, inner, base)
     return flat.as_strided((len(flat), *shape), (flat.stride(0), *inner), base)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterVersion:
+    """The weights of an adapter at one time.
+
+    Attributes:
+        layout: offsets of the matrices.
+        flat: `[P]`; nothing else may refer to it.
+        key: identifies the weights: versions with equal keys are equal.
+    """
+
+    layout: Layout
+    flat: Tensor
+    key: str
+    _finite: list[bool] = field(default_factory=list, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weights take, in bytes."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def check(self) -> None:
+        """Refuse weights that are not finite: in a grouped product they could affect rows of other adapters.
+
+        Raises:
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        if not self._finite:
+            self._finite.append(bool(self.flat.isfinite().all()))
+        if not self._finite[0]:
+            raise NonFiniteError(f"the weights of adapter {self.key!r} are NaN or infinite; did its training diverge?")

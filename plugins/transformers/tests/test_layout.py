@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle_torch.layout import ALIGNMENT, Entry, Layout, Shape
+from twinkle_transformers.lowrank.layout import ALIGNMENT, Entry, Layout, Shape
 
 shapes = st.builds(
     Shape,
