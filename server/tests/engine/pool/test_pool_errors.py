@@ -297,7 +297,7 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
     with pytest.raises(UserError, match="'Fraction' only accepts the weights 0"):
         shared.run("a", [(tokens, {**own, "weights": fractions})], "Fraction")
     short = (tokens, {**own, "fractions": fractions[:4]})
-    with pytest.raises(UserError, match=r"datum 0: fractions has the shape \[4\].*float32\[T\]"):
+    with pytest.raises(UserError, match=r"datum 0: fractions must have the shape float32\[T\] .* got \[4\]"):
         shared.run("a", [short], "Fraction")
     with pytest.raises(UserError, match=r"weigth|weights"):
         shared.run("a", [(tokens, own)], "Fraction", weigth=1.0)

@@ -43,7 +43,7 @@ def test_cross_entropy_leaves_inputs_of_other_published_losses_unread(shared: Be
 
 
 def test_an_input_that_no_published_loss_has_is_still_refused(shared: Bench) -> None:
-    with pytest.raises(UserError, match="no loss_fn_input 'reward'"):
+    with pytest.raises(UserError, match="does not take the loss_fn_input 'reward'"):
         shared.run("a", [datum(6, 1, reward=np.ones(6, np.float32))])
 
 

@@ -260,7 +260,7 @@ def test_weights_that_nobody_samples_from_are_forgotten_beyond_a_bound(shared, m
 
 def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared, tmp_path):
     source = shared.save("a", "sampler_weights")
-    with pytest.raises(UserError, match="gone"):
+    with pytest.raises(UserError, match="does not exist; it was deleted"):
         shared.sample(PROMPT, tmp_path / "nowhere", max_tokens=1)
     (source / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="damaged"):
