@@ -456,7 +456,10 @@ class _Errors(logging.Handler):
         """Note a record."""
         if not record.name.startswith("twinkle_server"):
             return
-        line = f"{record.levelname} {record.name}: {record.getMessage()}"
+        message = (
+            record.msg["event"] if isinstance(record.msg, dict) else record.getMessage()
+        )  # its fields have the real time
+        line = f"{record.levelname} {record.name}: {message}"
         error = record.exc_info[1] if record.exc_info else None
         self._world.note(f"log {line.splitlines()[0]}" + (f" [{error!r}]" if error else ""))
         if error is not None and not _is_expected(error) and not self._world.expects_loss:
