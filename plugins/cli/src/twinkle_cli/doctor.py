@@ -6,7 +6,7 @@ from importlib.metadata import distributions
 from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
 from twinkle_cli.installation import Problem, gone_editables, gone_paths, second_commands, second_owners
 from twinkle_cli.manifest_lines import first_line
-from twinkle_cli.plugins import reason_with_lines
+from twinkle_cli.records import reason_with_lines
 from twinkle_cli.source import find_module, surely_lacks, syntax_errors
 from twinkle_registry import (
     ComponentSpec,

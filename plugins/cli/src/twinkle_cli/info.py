@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from twinkle._registry import registry
 from twinkle.errors import NotTrusted, PluginBroken, TwinkleError
+from twinkle_cli.records import plugin_as_plain, reason_with_lines
 from twinkle_cli.source import locate, syntax_errors
 from twinkle_cli.text import pairs
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
@@ -137,8 +138,6 @@ def published(dist: str) -> dict[str, str]:
 
 
 def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
-    from twinkle_cli.plugins import plugin_as_plain, reason_with_lines
-
     plain = plugin_as_plain(record) | {"core": record.manifest.core if record.manifest else ""} | published(record.dist)
     wrong = syntax_errors(record)
     plain["broken"] = [": ".join(filter(None, (", ".join(names), error))) for error, names in wrong.items()]

@@ -1,27 +1,17 @@
 """`twinkle plugins`: what is installed, what each part is, and what is wrong."""
 
-import os
-import re
-import sys
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from twinkle_cli.code import COMMANDS, short
 from twinkle_cli.group import PluginsGroup
+from twinkle_cli.records import plugin_as_plain, reason_with_lines
 from twinkle_cli.revocation import COMMANDS as REVOCATION_COMMANDS
 from twinkle_cli.search import search
 from twinkle_cli.text import echo_json, table
 from twinkle_cli.trust import COMMANDS as TRUST_COMMANDS
 from twinkle_cli.types import types
-from twinkle_registry.naming import canonical
-
-_NAME = re.compile(r"[\w.-]+")
-_METADATA = (".dist-info", ".egg-info")
-
-if TYPE_CHECKING:
-    from twinkle_registry import PluginRecord
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -129,39 +119,6 @@ def _list_components(kind: str, as_json: bool) -> None:
     click.echo(table((kind, "plugin", "summary"), cells))
 
 
-def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
-    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered.
-
-    `lacks` are requirements of its components that are not installed.
-    """
-    kinds: dict[str, list[str]] = {}
-    for spec in record.manifest.components if record.manifest else ():
-        kinds.setdefault(spec.kind, []).append(spec.name)
-    return {
-        "name": record.name,
-        "version": record.version,
-        "status": record.status,
-        "reason": record.reason,
-        "lacks": lacking(record),
-        "dist": record.dist,
-        "package": record.package,
-        "location": record.location,
-        "kinds": {kind: sorted(names) for kind, names in sorted(kinds.items())},
-        "commands": [command.name for command in record.manifest.commands] if record.manifest else [],
-        "hooks": list(record.manifest.hooks.implements) if record.manifest and record.manifest.hooks else [],
-    }
-
-
-def reason_with_lines(record: "PluginRecord") -> str:
-    """Return why a plugin cannot be used, with the lines of its manifest that are to blame, as the doctor does."""
-    from twinkle_cli.manifest_lines import with_lines
-    from twinkle_registry import ManifestError, PluginBroken
-
-    if record.location and isinstance(record.cause, ManifestError | PluginBroken):
-        return with_lines(record.reason, record.location)
-    return record.reason
-
-
 def _in_one_line(reason: str) -> str:
     """Return a text whose problems stand on lines of their own as one line: `file: 2 problems: this; that`."""
     head, *problems = [" ".join(line.split()) for line in reason.splitlines()]
@@ -172,27 +129,3 @@ def _row(plain: dict[str, Any]) -> tuple[str, ...]:
     offers = [f"{kind} {len(names)}" for kind, names in plain["kinds"].items()]
     offers += [f"command {len(plain['commands'])}"] if plain["commands"] else []
     return plain["name"], short(plain["version"]), plain["status"], ", ".join(offers) or "-"
-
-
-def lacking(record: "PluginRecord") -> list[str]:
-    """Return the requirements of a usable plugin's components whose distribution is nowhere on sys.path.
-
-    Names are enough for `plugins list`, which has to be fast; the doctor checks versions, extras and markers.
-    """
-    if record.manifest is None or record.status != "ok":
-        return []
-    wanted = dict.fromkeys(text for spec in record.manifest.components for text in spec.requires if ";" not in text)
-    names = {text: _NAME.match(text) for text in wanted}
-    return [text for text, name in names.items() if name and canonical(name[0]) not in _installed()]
-
-
-@cache
-def _installed() -> frozenset[str]:
-    names: set[str] = set()
-    for entry in sys.path:
-        try:
-            files = os.listdir(entry or ".")  # noqa: PTH208 - a third of pathlib's time
-        except OSError:  # an archive, or a path that leads nowhere
-            continue
-        names.update(canonical(file.split("-", 1)[0]) for file in files if file.endswith(_METADATA))
-    return frozenset(names)
