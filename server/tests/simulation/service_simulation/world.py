@@ -92,6 +92,11 @@ class Faults:
         )  # fmt: skip
 
 
+def forget_template() -> None:
+    """Make the database of the next simulation anew."""
+    _templates.clear()
+
+
 class Lost(ConnectionError):
     """A request that got no answer."""
 
