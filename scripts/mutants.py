@@ -311,6 +311,7 @@ class Functions:
 
     Attributes:
         seeds: those that call a function, by file and qualified name.
+        parts: those that call it.
     """
 
     def __init__(self) -> None:
@@ -318,6 +319,7 @@ class Functions:
 
         self._of: dict[tuple[str, str], list[FunctionType]] = {}
         self.seeds: dict[tuple[str, str], list[int]] = {}
+        self.parts: dict[tuple[str, str], set[str]] = {}
         self._costs: dict[int, float] = {}
         for each in gc.get_objects():
             if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(SOURCE)):
@@ -335,32 +337,41 @@ class Functions:
 
     def record(self, seeds: Sequence[int]) -> None:
         """Note which functions the simulations of some seeds call."""
+        from service_simulation.parts import all_parts, drive
         from service_simulation.simulation import simulate
 
-        wanted = tuple(str(SOURCE / "twinkle_server" / package) for package in PACKAGES)
         for seed in seeds:
-            called: set[CodeType] = set()
-
-            def trace(frame: Any, _event: str, _argument: Any, called: set[CodeType] = called) -> None:
-                called.add(frame.f_code)
-
             begin = time.process_time()
-            sys.settrace(trace)
-            try:
-                simulate(seed)
-            finally:
-                sys.settrace(None)
+            for called in _called(lambda seed=seed: simulate(seed)):
+                self.seeds.setdefault(called, []).append(seed)
             self._costs[seed] = time.process_time() - begin
-            for code in called:
-                if code.co_filename.startswith(wanted):
-                    name = code.co_qualname.partition(".<locals>")[0]
-                    runs = self.seeds.setdefault((code.co_filename, name), [])
-                    if seed not in runs[-1:]:
-                        runs.append(seed)
+        for part in all_parts():
+            for called in set().union(*(_called(lambda part=part, seed=seed: drive(part, seed)) for seed in range(3))):
+                self.parts.setdefault(called, set()).add(part.__name__)
 
     def callers(self, mutant: Mutant) -> list[int]:
         """Return the seeds that call the function of a mutant, those that take the least time first."""
         return sorted(self.seeds.get((str(SOURCE / mutant.path), mutant.function), []), key=self._costs.__getitem__)
+
+
+def _called(work: Any) -> set[tuple[str, str]]:
+    """Return the functions of the store and the runtime that something calls, by file and qualified name."""
+    wanted = tuple(str(SOURCE / "twinkle_server" / package) for package in PACKAGES)
+    codes: set[CodeType] = set()
+
+    def trace(frame: Any, _event: str, _argument: Any) -> None:
+        codes.add(frame.f_code)
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return {
+        (code.co_filename, code.co_qualname.partition(".<locals>")[0])
+        for code in codes
+        if code.co_filename.startswith(wanted)
+    }
 
 
 def _find(code: CodeType, name: str) -> CodeType | None:
@@ -394,16 +405,18 @@ def in_child(work: Any, seconds: float) -> tuple[str, int]:
     return words, status
 
 
-def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], seconds: float) -> str:
+def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: int, seconds: float) -> str:
     """Return how the simulation found a mutant; "" if it did not.
 
     Args:
         mutant: to be found.
         functions: in memory.
         seeds: of simulations.
+        of_parts: seeds of which the parts are driven first, where they call the function.
         seconds: of CPU time for all of them.
     """
     text = mutant.text()
+    relevant = functions.parts.get((str(SOURCE / mutant.path), mutant.function), set())
 
     def work() -> str:
         try:
@@ -411,10 +424,18 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], seconds: fl
                 for name in [name for name in sys.modules if name.partition(".")[0] in AGAIN]:
                     del sys.modules[name]
                 sys.meta_path.insert(0, Importer(mutant.path, text))
-            from service_simulation import world
+            from service_simulation import parts, world
             from service_simulation.simulation import simulate
         except Exception as error:
             return f"import: {error!r}"
+        for seed in range(of_parts):
+            for part in parts.parts_of(seed):
+                if part.__name__ in relevant or not mutant.function:
+                    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                    try:
+                        parts.drive(part, seed)
+                    except BaseException as error:
+                        return f"seed {seed}, {part.__name__}: {type(error).__name__}: {str(error)[:200]}"
         world.forget_template()
         for seed in seeds:
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
@@ -444,6 +465,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=150, help="mutants to draw; 0 is all")
     parser.add_argument("--draw", type=int, default=15, help="seed of the draw")
     parser.add_argument("--seeds", type=int, default=1000, help="simulations of each mutant")
+    parser.add_argument("--parts", type=int, default=200, help="seeds of which only the parts are driven, at first")
     parser.add_argument("--lines", type=int, default=40, help="simulations of which the called functions are recorded")
     parser.add_argument("--only", default="", help="mutants whose name or function contains this")
     parser.add_argument("--list", action="store_true", help="list mutants and run none")
@@ -472,7 +494,7 @@ def main() -> int:
     for number, mutant in enumerate(chosen, 1):
         first = functions.callers(mutant)
         rest = [seed for seed in range(options.seeds) if seed not in set(first)]
-        found = hunt(mutant, functions, [*first, *rest][: options.seeds], options.seconds)
+        found = hunt(mutant, functions, [*first, *rest][: options.seeds], options.parts, options.seconds)
         if not found:
             survivors.append(f"{mutant.name} [{mutant.function}] {mutant.source!r}")
         never = "" if first or not mutant.function else " (no simulation calls it)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from service_simulation.acts import ACTS, look_at_status
 from service_simulation.checks import check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
+from service_simulation.parts import drive_parts
 from service_simulation.reference import Violation, demand
 from service_simulation.virtual import run_as
 from service_simulation.world import World, world_of
@@ -47,6 +48,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, size: int = 
     Raises:
         Violation: the service broke a promise.
     """
+    drive_parts(seed)
     with world_of(seed, trace) as world:
         try:
             world.loop.run_until_complete(_Simulation(world, size).run())
