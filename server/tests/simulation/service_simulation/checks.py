@@ -2,13 +2,17 @@
 
 import asyncio
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from service_simulation.reference import demand
+from service_simulation.service import Life
 from service_simulation.world import World
 
+from twinkle_server.engine import messages
 from twinkle_server.store.inspection import DATABASE
+from twinkle_server.store.requests import LOST_DIGEST
 
 if TYPE_CHECKING:
     from service_simulation.clients import Client
@@ -47,12 +51,86 @@ def _books(world: World) -> list[int]:
     ]  # fmt: skip
 
 
+def check_books(life: Life) -> None:
+    """Compare the books of the runtime with each other, at any moment."""
+    service, counted = life.service, life.counted
+    if service is None or counted is None or not life.answering or not life.process.alive:
+        return
+    futures, dispatcher = service.futures, service.dispatcher
+    here = [entry.operation for entry in futures._open.values()]
+    demand(futures.waiting == Counter(each.tenant for each in here) and all(futures.waiting.values()), "who waits")
+    demand(all(service.queued(each.tenant) == futures.waiting[each.tenant] for each in here[:2]), "how many wait")
+    queues = dispatcher.queues
+    flights = {number: flight for queue in queues.values() for number, flight in queue.in_flight.items()}
+    demand(flights == dispatcher.in_flight, "what the engine has")
+    demand({queue for queue in queues.values() if queue.sending} == set(dispatcher._senders), "which queues send")
+    room = sum(flight.size + 512 for flight in flights.values())
+    demand(dispatcher._window.used >= room and (bool(dispatcher._senders) or dispatcher._window.used == room), "the window")
+    demand(dispatcher._window.used <= max(dispatcher._window_bytes, room) + 0, "the bound of the window")
+    for queue in queues.values():
+        for operation in queue.order.ready:
+            demand(operation.status == "pending" and operation.request in futures._open, f"nobody waits for {operation}")
+    sums = service.runtime_status.status()
+    found = (sums["open_futures"], sums["polls"], sums["in_engine"], sums["replays"], sums["queues"], sums["draining"])
+    wanted = (len(here), futures.polls, len(flights), counted.replays, len(queues), service.runtime_status.draining)
+    demand(found == wanted, f"the status is {found}, not {wanted}")
+    gauges = {name: read() for name, read in counted.gauges.items()}
+    oldest = gauges.pop("queue_age_seconds")
+    demand(gauges == {"open_futures": len(here), "polls": futures.polls, "in_engine": len(flights)}, f"{gauges}")
+    demand(oldest >= 0.0 and bool(oldest == 0.0 or here), f"the oldest future is {oldest} s old")
+    demand(all(each >= 0.0 for each in counted.seconds[-5:]), "the seconds that operations took")
+    if life.engines and life.engines[-1].sent[messages.READY] and not life.engines[-1].failed and service.supervisor.up:
+        if dispatcher.child is life.engines[-1]:
+            demand(service.runtime_status.last_pass.trouble is None, "a new engine is in trouble")
+
+
+async def check_counts(world: World) -> None:
+    """Compare what this life counted with what its engines said; nothing is under way."""
+    life = world.life
+    assert life is not None
+    if life.service is None or life.counted is None:
+        return
+    counted, engines = life.counted, life.engines
+    for kind in (messages.RESTORED, messages.SNAPSHOTTED, messages.DETACHED, messages.PASSED):
+        said = sum(engine.sent[kind] for engine in engines)
+        demand(counted.engine[kind] == said, f"{counted.engine[kind]} of {said} {kind}")
+    demand(counted.sizes == sum(engine.sizes for engine in engines), "the bytes of snapshots")
+    restarts = life.service.supervisor.restarts
+    demand(restarts == len(engines) + life.refused - 1, f"{restarts} restarts, {len(engines)} engines, {life.refused}")
+    demand(counted.deaths.total() == len(engines) - 1, f"{counted.deaths}, {len(engines)} engines")
+    demand(counted.deaths["hung"] == life.hung and set(counted.deaths) <= {"hung", "died"}, f"{counted.deaths}, {life.hung}")
+    idle = [name for name, queue in life.service.dispatcher.queues.items() if queue.idle]
+    demand(not idle, f"idle queues are not forgotten: {idle}")
+    demand(not any(queue.distrusts for queue in life.service.dispatcher.queues.values()), "a queue distrusts its engine")
+
+
+def check_endings(world: World, raw: sqlite3.Connection) -> None:
+    """Compare the rows of operations with what the only life counted."""
+    if world.kills or world.aged or world.planned.refuse:
+        return
+    rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+    query = "SELECT kind, status, category, tenant, tokens FROM operations WHERE status <> 'pending' AND digest <> ?"
+    for kind, status, category, tenant, tokens in raw.execute(query, (LOST_DIGEST,)):
+        key = kind, category if status == "failed" else status, tenant
+        count, total = rows.get(key, (0, 0))
+        rows[key] = count + 1, total + tokens
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for counted in world.counted:
+        for key, (count, total) in counted.endings.items():
+            before = found.get(key, (0, 0))
+            found[key] = before[0] + count, before[1] + total
+    demand(found == rows, f"{found} ended, not {rows}")
+    attempts = dict(raw.execute("SELECT id, attempts FROM operations WHERE attempts > 0").fetchall())
+    demand(attempts.keys() <= world.blamed.keys(), f"{attempts} were under way when an engine died, not {world.blamed}")
+
+
 def check_directory(world: World, clients: "list[Client]") -> None:
     """Compare the rows of the database with what clients know, and the files with the rows."""
     with closing(sqlite3.connect(world.data / DATABASE)) as raw:
         raw.row_factory = sqlite3.Row
         demand(raw.execute("PRAGMA integrity_check").fetchone()[0] == "ok", "the database is damaged")
         demand(not raw.execute("PRAGMA foreign_key_check").fetchall(), "rows name others that are not there")
+        check_endings(world, raw)
         for client in clients:
             for trainer in client.models:
                 rows = raw.execute("SELECT * FROM operations WHERE lane = ?", (trainer.id,))

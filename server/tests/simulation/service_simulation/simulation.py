@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service_simulation.acts import ACTS, look_at_status
-from service_simulation.checks import check_directory, check_idle
+from service_simulation.checks import check_books, check_counts, check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
 from service_simulation.parts import drive_parts
 from service_simulation.reference import Violation, demand
@@ -77,6 +77,7 @@ class _Simulation:
     async def run(self) -> None:
         """Let it all happen."""
         world = self._world
+        world.look = check_books
         alive = asyncio.create_task(world.keep_alive())
         disturbing = asyncio.create_task(world.disturb())
         working = asyncio.create_task(self._work())
@@ -151,6 +152,9 @@ class _Simulation:
         world = self._world
         await check_idle(world)
         await look_at_status(world, self._clients, self._draw)
+        await asyncio.sleep(40.0)
+        await check_idle(world)
+        await check_counts(world)
         await world.stop()
         await self._settle()
         for trainer in world.trainers:

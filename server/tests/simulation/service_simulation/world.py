@@ -8,6 +8,7 @@ import logging
 import random
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from unittest import mock
 import structlog
 from service_simulation.disk import Disk, SimulatedDatabase, Torn, Unwritable, crash, remove, shared_engine, use_disk
 from service_simulation.engine import SimulatedEngine
-from service_simulation.service import Answer, Call, Life
+from service_simulation.service import Answer, Call, Counted, Life
 from service_simulation.virtual import PROCESS, Clock, Killed, VirtualLoop, replaced_modules, run_as
 
 from twinkle_server import failpoints
@@ -117,7 +118,11 @@ class World:
         kills: of the service.
         stops: of the service while clients worked.
         requests: that reached the service.
+        look: called at some requests, to check what must hold at any moment.
         problems: what must not be.
+        suspects: operations that were under way when an engine died, and the life of the service.
+        blamed: how often, where they were not repeated.
+        counted: what each life counted.
         aged: results were thrown away because they were too old.
         all_gone: nothing of any model is kept.
         expects_loss: the lease was taken away.
@@ -146,8 +151,12 @@ class World:
         self._tokens = itertools.count(1000)
         self.life: Life | None = None
         self.engine: SimulatedEngine | None = None
+        self.look: Callable[[Life], None] = lambda life: None
         self.deaths = self.kills = self.stops = self.requests = self.starts = 0
         self.problems: list[str] = []
+        self.suspects: dict[int, Life] = {}
+        self.blamed: Counter[int] = Counter()
+        self.counted: list[Counted] = []
         self.aged = self.all_gone = self.expects_loss = False
         self._torn: Torn | None = None
         self._up = asyncio.Event()
@@ -215,6 +224,8 @@ class World:
         self.note(f"start {self.starts}")
         try:
             await run_as(life.process, life.start())
+            if life.counted is not None:
+                self.counted.append(life.counted)
         except (Killed, asyncio.CancelledError):
             if life.process.alive:
                 raise
@@ -247,10 +258,15 @@ class World:
 
     async def _start_engine(self, first: bool) -> SimulatedEngine:
         if not first and self.chance.random() < self.faults.kill_engine:
+            if self.life is not None:
+                self.life.refused += 1
             raise OSError(12, "Cannot allocate memory")
         faults, settings = self.faults, replace(self.settings, data=self._data)
         engine = SimulatedEngine(settings, self.engines, faults.slow, faults.scarce, self._died)
         self.engine = engine
+        if self.life is not None:
+            self.life.engines.append(engine)
+        engine.suspects = self._suspect
         await asyncio.sleep(self.engines.random())
         process = PROCESS.set(engine.process)
         try:
@@ -270,8 +286,22 @@ class World:
             found += ("the result could not be written",)
         return found
 
+    def _suspect(self, operation: int, alone: bool) -> None:
+        """Check that what was under way when an engine died runs alone, and nothing else does."""
+        if alone and operation not in self.suspects:
+            self.problem(f"operation {operation} runs alone")
+        if not alone and self.suspects.get(operation) is self.life:
+            self.problem(f"operation {operation} killed an engine, and runs with others")
+
     def _died(self, why: str) -> None:
         self.deaths += 1
+        life, engine = self.life, self.engine
+        if life is not None and engine is not None and life.answering:
+            life.hung += why == "killed by the service"
+            for operation in engine.under_way:
+                self.suspects[operation] = life
+                if operation not in engine.replayed:
+                    self.blamed[operation] += 1
         self.note(f"engine dies: {why}")
 
     def kill_engine(self, why: str) -> None:
@@ -421,6 +451,8 @@ class World:
             raise Lost("nothing listens")
         answering = life.serve(call)
         self.requests += 1
+        if self.requests % 6 == 0:
+            self.look(life)
         await asyncio.wait([answering])  # the end of its process cancels it
         if answering.cancelled() or isinstance(answering.exception(), Killed):
             raise Lost("the connection broke")
