@@ -811,9 +811,9 @@ AT_ONCE = 2
 
 def all_parts() -> list[Part]:
     """Return the parts of this module and of the others."""
-    from service_simulation import parts_engine, parts_files, parts_store
+    from service_simulation import parts_effects, parts_engine, parts_files, parts_store
 
-    return [*PARTS, parts_engine.supervise, *parts_store.PARTS, *parts_files.PARTS]
+    return [*PARTS, parts_effects.change_records, parts_engine.supervise, *parts_store.PARTS, *parts_files.PARTS]
 
 
 def drive_parts(seed: int) -> None:
