@@ -176,6 +176,14 @@ class Trainer:
         """Whether anything was done with it."""
         return any(event.ending == "done" for event in self.history.events.values())
 
+    def skip(self, count: int) -> None:
+        """Note that so many numbers were used in another way."""
+        self._following += count
+
+    async def submit_step(self, event: Event) -> None:
+        """Ask for a step that is noted already."""
+        await self._submit(event, "/optim_step", {"model_id": self.id, "seq_id": event.number, "adam_params": {}})
+
     # Operations
 
     async def create(self, path: str | None = None, source: Source | None = None, optimizer: bool = True) -> bool:
@@ -306,9 +314,10 @@ class Trainer:
             event.request = made["request_id"]
             if event.kind in ("train", "step", "read") and self.draw.random() < 0.03:
                 await self.client.post("/cancel_future", {"request_id": event.request})
-            self._take(event, await self.client.result(event.request))
+            self.take(event, await self.client.result(event.request))
 
-    def _take(self, event: Event, answer: Answer) -> None:
+    def take(self, event: Event, answer: Answer) -> None:
+        """Note how an operation ended."""
         if answer.is_message:
             event.ending = "done"
             if event.kind == "read":

@@ -127,6 +127,7 @@ class SimulatedEngine:
         self.sizes = 0
         self.failed = False
         self.suspects: Callable[[int, bool], None] = lambda number, alone: None
+        self.cleared: Callable[[int], None] = lambda number: None
         self.wake = asyncio.Event()
         self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._arrival = self._departure = 0.0
@@ -190,6 +191,8 @@ class SimulatedEngine:
             self.under_way = set(message.head["ids"])
         elif message.type == messages.DONE:
             self.under_way.discard(message.head["id"])
+            if message.head["id"] in self.replayed and message.head.get("error") is None:
+                self.cleared(message.head["id"])
             self.failed = self.failed or message.head.get("error") is not None
         elif message.type == messages.SNAPSHOTTED:
             self.sizes += message.head["size"]

@@ -267,6 +267,7 @@ class World:
         if self.life is not None:
             self.life.engines.append(engine)
         engine.suspects = self._suspect
+        engine.cleared = lambda operation: self.suspects.pop(operation, None) and None
         await asyncio.sleep(self.engines.random())
         process = PROCESS.set(engine.process)
         try:
@@ -288,7 +289,7 @@ class World:
 
     def _suspect(self, operation: int, alone: bool) -> None:
         """Check that what was under way when an engine died runs alone, and nothing else does."""
-        if alone and operation not in self.suspects:
+        if alone and operation not in self.suspects and operation not in self.blamed:
             self.problem(f"operation {operation} runs alone")
         if not alone and self.suspects.get(operation) is self.life:
             self.problem(f"operation {operation} killed an engine, and runs with others")
@@ -298,7 +299,8 @@ class World:
         life, engine = self.life, self.engine
         if life is not None and engine is not None and life.answering:
             life.hung += why == "killed by the service"
-            for operation in engine.under_way:
+            known = life.service.dispatcher.in_flight if life.service is not None else {}
+            for operation in engine.under_way & known.keys():  # else it was cancelled or taken back
                 self.suspects[operation] = life
                 if operation not in engine.replayed:
                     self.blamed[operation] += 1
@@ -391,8 +393,8 @@ class World:
             raise OSError(28, "No space left on device")
 
     def refuses(self, outcome: Outcome) -> bool:
-        """Return whether the log cannot hold the result of an operation that only reads; always the same ones."""
-        if outcome.result is None or outcome.result.startswith(b"{") or outcome.composition is not None:
+        """Return whether the log cannot hold the result of a pass or a sampling request; always the same ones."""
+        if outcome.result is None or outcome.result.startswith(b"{"):
             return False
         return zlib.crc32(f"{self.seed} {outcome.operation}".encode()) / 2**32 < self.faults.refuse
 
