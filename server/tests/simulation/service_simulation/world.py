@@ -283,6 +283,8 @@ class World:
         found = ("twice while", "died twice") if self.deaths >= 2 else ()
         if self.planned.full or self.planned.scarce:
             found += ("The service's disk failed", "not enough memory", "not enough memory for this operation")
+        if self.settings.limits.queued < 10:  # its request may be turned away for as long as numbers may be missing
+            found += ("did not arrive within 30",)
         if self.planned.refuse:
             found += ("the result could not be written",)
         return found
