@@ -170,7 +170,8 @@ async def let_expire(world: World, clients: list[Client], draw: random.Random) -
         if not trainer.gone:
             model = await store.models.get(trainer.client.tenant, trainer.id)
             demand(model.status == "detached" and model.detached is not None, f"{trainer.id} is {model.status}")
-            demand(model.snapshot is not None or not trainer.changed, f"{trainer.id} has no snapshot")
+            needless = not trainer.changed or bool(world.planned.refuse)  # what is not in the engine needs none
+            demand(model.snapshot is not None or needless, f"{trainer.id} has no snapshot")
     for client in clients:
         for sampler in await store.samplers.of_session(client.tenant, client.session):
             demand(sampler.ended is not None, f"{sampler.id} has not ended")
@@ -181,6 +182,8 @@ async def grow_old(world: World, clients: list[Client], draw: random.Random) -> 
     if draw.random() < 0.5:
         await let_expire(world, clients, draw)
     kept_run = all(client.finished for client in clients)
+    if kept_run:
+        await asyncio.sleep(200.0)  # until all are detached
     world.clock.offset += AGE
     await asyncio.sleep(130.0)
     for client in clients:
@@ -520,7 +523,8 @@ async def stop_slowly(world: World, clients: list[Client], draw: random.Random) 
     await run_as(life.process, service.drain())
     for each in alive:
         model = await _store(world).models.get(each.client.tenant, each.id)
-        demand(model.snapshot is not None or not each.changed, f"{each.id} has no snapshot at the end")
+        needless = not each.changed or bool(world.planned.refuse)
+        demand(model.snapshot is not None or needless, f"{each.id} has no snapshot at the end")
     await world.stop()
     event = trainer.history.add(Event(number - 1, "step"))
     later = trainer.history.add(Event(number, "step", request=request))
