@@ -51,6 +51,7 @@ RULES = {
     "text": "only the length of a quotation in a message differs",
     "hint": "the pause that a client is told differs by a second",
     "limit": "a time limit or size that is a constant of a module differs by one",
+    "chore": "a chore is done a little more often or more seldom",
 }
 """Kinds of mutants that change nothing that is promised."""
 SECONDS = 30.0
@@ -211,7 +212,9 @@ class _Change:
 def _changes_of(tree: ast.Module) -> Iterator[_Change]:
     """Yield all changes of a module: not of annotations, of defaults of declarations, or of what is replaced."""
 
-    def visit(node: ast.AST, function: str, local: bool, rule: str) -> Iterator[_Change]:
+    def visit(
+        node: ast.AST, function: str, local: bool, rule: str, parent: ast.AST | None = None
+    ) -> Iterator[_Change]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = function if local else f"{function}.{node.name}".lstrip(".")
             if inner not in REPLACED:
@@ -224,12 +227,12 @@ def _changes_of(tree: ast.Module) -> Iterator[_Change]:
             return
         rule = rule or _rule(node, function)
         for what, change in changes(node):
-            yield _Change(node, function, rule or _rule_of_condition(node), what, change)
+            yield _Change(node, function, rule or _rule_of_condition(node) or _rule_of_hint(node, parent), what, change)
         for field, value in ast.iter_fields(node):
             only_logs = field == "test" and _is_pure(value) and bool(_rule_of_condition(node))
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from visit(child, function, local, RULES["log"] if only_logs else rule)
+                    yield from visit(child, function, local, RULES["log"] if only_logs else rule, node)
 
     for item in tree.body:
         yield from visit(item, "", False, "")
@@ -241,6 +244,9 @@ def _rule(node: ast.AST, function: str) -> str:
         return RULES["log"]
     if isinstance(node, ast.keyword) and node.arg == "retry_after":
         return RULES["hint"]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":
+        if isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "janitor":
+            return RULES["chore"]
     if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Subscript):
         return RULES["text"]
     if isinstance(node, ast.AnnAssign | ast.Assign) and not function and node.value is not None:
@@ -256,10 +262,19 @@ def _rule_of_condition(node: ast.AST) -> str:
     return ""
 
 
+def _rule_of_hint(node: ast.AST, parent: ast.AST | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name):
+        if parent.func.id == "Unavailable":
+            return RULES["hint"]
+    return ""
+
+
 def _is_log(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return False
     called = node.value.func
+    if isinstance(called, ast.Name) and called.id == "log_ended":
+        return True
     name = called.value.id if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) else ""
     return name.lower() in ("_log", "_engine_log")
 

@@ -152,6 +152,9 @@ async def _from(client: Client, path: str, source: Source) -> None:
 async def let_expire(world: World, clients: list[Client], draw: random.Random) -> None:
     """Be silent until every session has expired; models are kept and can be worked with, samplers are not."""
     silent = [client for client in clients if not client.finished]
+    for trainer in world.trainers:
+        if not trainer.gone:
+            await trainer.read()  # so that the engine has it
     for client in silent:
         client.finished = True
     await asyncio.sleep(1000.0)

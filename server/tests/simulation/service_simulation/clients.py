@@ -126,6 +126,7 @@ class Client:
             "sampling_params": {"max_tokens": most}, "sampling_session_id": sampler, "seq_id": next(self._numbers),
             "record_stability_info": record,
         }  # fmt: skip
+        self.world.samples += 1
         return str((await self.post("/asample", body))["request_id"])
 
     async def sampler_of(self, path: str) -> str:

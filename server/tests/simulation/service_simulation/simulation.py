@@ -55,7 +55,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, size: int = 
         except BaseExceptionGroup as group:
             raise _first_of(group) from group
         demand(not world.problems, f"seed {seed}: {world.problems[:3]}")
-        operations = sum(len(trainer.history.events) for trainer in world.trainers)
+        operations = sum(len(trainer.history.events) for trainer in world.trainers) + world.samples
         return Report(
             seed, world.fingerprint(), operations, world.requests, world.starts, world.deaths, world.clock.now - 1000.0
         )

@@ -118,6 +118,7 @@ class World:
         kills: of the service.
         stops: of the service while clients worked.
         requests: that reached the service.
+        samples: sampling operations that clients asked for.
         look: called at some requests, to check what must hold at any moment.
         problems: what must not be.
         suspects: operations that were under way when an engine died, and the life of the service.
@@ -152,7 +153,7 @@ class World:
         self.life: Life | None = None
         self.engine: SimulatedEngine | None = None
         self.look: Callable[[Life], None] = lambda life: None
-        self.deaths = self.kills = self.stops = self.requests = self.starts = 0
+        self.deaths = self.kills = self.stops = self.requests = self.starts = self.samples = 0
         self.problems: list[str] = []
         self.suspects: dict[int, Life] = {}
         self.blamed: Counter[int] = Counter()
