@@ -78,7 +78,7 @@ def test_what_a_failed_operation_did_is_in_no_snapshot_and_in_nothing_that_ran_a
         asked = [await ask(runtime, 0, "create")] + [await ask(runtime, number, "optim_step") for number in range(1, 9)]
         told = [await answer(runtime, each.request) for each in asked]
         assert [number for number, future in enumerate(told) if future.status != "done"] == [3]
-        assert told[3].error == "its result could not be written"
+        assert told[3].error == "the result could not be written"
         assert applied(told[8]) == [1, 2, 4, 5, 6, 7, 8]
         assert applied(told[4]) == [1, 2, 4]
         await runtime.close()
