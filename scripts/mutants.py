@@ -54,8 +54,8 @@ RULES = {
     "chore": "a chore is done a little more often or more seldom",
 }
 """Kinds of mutants that change nothing that is promised."""
-SECONDS = 30.0
-"""CPU time after which a simulation, which takes about one second, counts as failed."""
+SECONDS, PART_SECONDS = 15.0, 5.0
+"""CPU time after which a simulation, which takes about one second, or a part, which takes a tenth, counts as failed."""
 AGAIN = ("twinkle_server", "service_simulation", "ledger_engine")
 """Packages that are imported anew for a mutant that is not of one function's code."""
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -446,7 +446,7 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
         for seed in range(of_parts):
             for part in parts.parts_of(seed):
                 if part.__name__ in relevant or not mutant.function:
-                    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                    signal.setitimer(signal.ITIMER_PROF, PART_SECONDS)
                     try:
                         parts.drive(part, seed)
                     except BaseException as error:
