@@ -133,6 +133,12 @@ async def change_checkpoints(world: World, clients: list[Client], draw: random.R
     trainer.paths.discard(path)
     trainer.saved.remove((path, source))
     await asyncio.sleep(130.0)  # upkeep sweeps
+    assert world.life is not None
+    if (service := world.life.service) is not None and draw.random() < 0.5:
+        service._upkeep._is_full = lambda: True  # type: ignore[method-assign]
+        await asyncio.sleep(15.0)
+        demand((await service.status())["trash"]["entries"] == 0, "the disk is full, and the trash is not emptied")
+        del service._upkeep._is_full
     await look_at_lists(world, clients, draw)
 
 

@@ -11,6 +11,8 @@ from service_simulation.service import Life
 from service_simulation.world import World
 
 from twinkle_server.engine import messages
+from twinkle_server.runtime.queues import State
+from twinkle_server.runtime.service import Service
 from twinkle_server.store.inspection import DATABASE
 from twinkle_server.store.requests import LOST_DIGEST
 
@@ -67,6 +69,7 @@ def check_books(life: Life) -> None:
     room = sum(flight.size + 512 for flight in flights.values())
     demand(dispatcher._window.used >= room and (bool(dispatcher._senders) or dispatcher._window.used == room), "the window")
     demand(dispatcher._window.used <= max(dispatcher._window_bytes, room) + 0, "the bound of the window")
+    _check_states(service)
     for queue in queues.values():
         for operation in queue.order.ready:
             demand(operation.status == "pending" and operation.request in futures._open, f"nobody waits for {operation}")
@@ -82,6 +85,39 @@ def check_books(life: Life) -> None:
     if life.engines and life.engines[-1].sent[messages.READY] and not life.engines[-1].failed and service.supervisor.up:
         if dispatcher.child is life.engines[-1]:
             demand(service.runtime_status.last_pass.trouble is None, "a new engine is in trouble")
+
+
+def _check_states(service: Service) -> None:
+    """Compare the reasons why futures wait with what is known of the runtime."""
+    dispatcher, supervisor = service.dispatcher, service.supervisor
+    for name, queue in [*dispatcher.queues.items(), ("nowhere", None)]:
+        gap = queue.order.gap() if queue is not None and not queue.running else None
+        age = asyncio.get_running_loop().time() - gap.since if gap is not None else 0.0
+        others = len(dispatcher.in_flight) - (len(queue.in_flight) if queue is not None else 0)
+        wanted = ("active", f"{others} operations of others are under way" if others else None)
+        if service.runtime_status.draining:
+            wanted = "paused_capacity", "the service is going down; this goes on when it is back"
+        elif service.outcomes.trouble is not None:
+            wanted = "paused_capacity", "the service's disk takes nothing at the moment"
+        elif gap is not None and age >= 3.0:
+            wanted = "paused_capacity", (
+                f"number {gap.number} of this model has not arrived; {gap.waiting} wait for it since {age:.0f} s")  # fmt: skip
+        elif not supervisor.up:
+            wanted = "paused_capacity", "the engine is starting"
+        elif supervisor.silent is not None:
+            wanted = "paused_capacity", (
+                f"the engine is not responding: no sign of life for {supervisor.silent:.0f} s (its process may be stopped)")  # fmt: skip
+        elif queue is not None and queue.state is State.POSTPONED:
+            wanted = "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
+        demand(service.queue_state(name) == wanted, f"{service.queue_state(name)}, not {wanted}")
+    good, facts = service.ready()
+    store = service.runtime_status.lost or service.outcomes.trouble
+    healthy = service._store.database.healthy
+    engine_works = supervisor.up and supervisor.silent is None and supervisor.troubled is None
+    wanted_good = engine_works and service.runtime_status.last_pass.trouble is None and store is None and healthy
+    demand(good is (wanted_good and not service.runtime_status.draining), f"it is ready: {good}, {facts}")
+    demand(facts["store"] == (store or ("writable" if healthy else "the last commit failed")), f"{facts}")
+    demand(facts["last_pass"] == (supervisor.troubled or service.runtime_status.last_pass.trouble or "worked"), f"{facts}")
 
 
 async def check_counts(world: World) -> None:

@@ -252,6 +252,8 @@ async def _owners(data: Path, draw: random.Random) -> None:
     row = rows_of(store, "SELECT epoch, host, pid, started, boot, released, since FROM lease")[0]
     demand(row[:6] == (1, me.host, me.pid, me.started, me.boot, 0) and row[6] > 1.9e9, f"{row}")
     demand(lease.started(2**22 + 5) is None, "a process that is not there")
+    with mock.patch.object(lease, "_BOOT", data / "none"):
+        demand(lease._boot() == "" and Owner.current().boot == "", "a system that does not say when it was started")
     epoch = 1
     for owner, alive in (
         (replace(me, pid=os.getppid(), started=lease.started(os.getppid()) or 0), True),

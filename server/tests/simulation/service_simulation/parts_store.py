@@ -517,7 +517,8 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
     with (
         opened(draw, limits=Limits(small_bytes=40), times=times) as store,
         mock.patch.object(retention, "_BATCH", 2), mock.patch.object(retention, "_PIECE", 3),
-        mock.patch.object(recorded, "_AT_ONCE", 2),
+        mock.patch.object(recorded, "_AT_ONCE", 2), mock.patch.object(retention, "_PAGES", 2),
+        mock.patch.object(retention, "_SPARE", 1),
     ):  # fmt: skip
         log = _Log(store, clock, draw)
         await log.begin()
@@ -751,7 +752,10 @@ class _Log:
             row = self.rows.get(operation)
             if row is not None and row["read"] is None:
                 row["read"] = at
+        before = rows_of(self.store, "PRAGMA freelist_count")[0][0]
         done = await self.store.retention.purge(now)
+        free = rows_of(self.store, "PRAGMA freelist_count")[0][0]
+        demand(free <= 1 and done.pages >= before - 1, f"{free} pages are free, {before} were, {done.pages} were given back")
         self.was_recorded = {number: at for number, at in self.was_recorded.items() if at >= now - 300.0}
         results = payloads = gone = 0
         for number, row in list(self.rows.items()):
