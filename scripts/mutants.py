@@ -64,7 +64,6 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 
 
-
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A change of one place.
@@ -212,9 +211,7 @@ class _Change:
 def _changes_of(tree: ast.Module) -> Iterator[_Change]:
     """Yield all changes of a module: not of annotations, of defaults of declarations, or of what is replaced."""
 
-    def visit(
-        node: ast.AST, function: str, local: bool, rule: str, parent: ast.AST | None = None
-    ) -> Iterator[_Change]:
+    def visit(node: ast.AST, function: str, local: bool, rule: str, parent: ast.AST | None = None) -> Iterator[_Change]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = function if local else f"{function}.{node.name}".lstrip(".")
             if inner not in REPLACED:
@@ -492,7 +489,7 @@ def main() -> int:
     if options.sample and options.sample < len(drawn):
         drawn = random.Random(options.draw).sample(drawn, options.sample)
     reasons = Counter("rule" if each.rule else "table" if each.reason else "" for each in drawn)
-    chosen = sorted((each for each in drawn if not each.reason), key=lambda each: each.name)
+    chosen = [each for each in drawn if not each.reason]  # in the order of the draw: the first ones are a sample, too
     print(
         f"{len(every)} mutants; {len(drawn)} drawn, of which rules exclude {reasons['rule']} and the table "
         f"{reasons['table']}; {len(chosen)} run",
