@@ -31,6 +31,18 @@ class Equivalent:
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
+        "Dispatcher._repeat",
+        "if self._deaths.get(operation.id, 0) >= MAX_DEATHS:",
+        "GtE -> Gt",
+        "one more death of an engine is borne before a model is given up",
+    ),
+    Equivalent(
+        "Dispatcher._attach",
+        "if queue.restore_deaths >= MAX_DEATHS:",
+        "GtE -> Gt",
+        "one more death of an engine is borne before a model is given up",
+    ),
+    Equivalent(
         "Chore",
         "due: float = 0.0",
         "",
@@ -47,18 +59,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "await asyncio.sleep(_RETRY)",
         "statement deleted",
         "it is tried again at once, and not after a pause: more work, and the same end",
-    ),
-    Equivalent(
-        "Runtime._take_up",
-        "elif (read := self.futures.find(",
-        "condition negated",
-        "only the request that the log names differs",
-    ),
-    Equivalent(
-        "Runtime._take_up",
-        "elif (read := self.futures.find(",
-        "IsNot -> Is",
-        "only the request that the log names differs",
     ),
     Equivalent(
         "Cancellation.cancel",

@@ -241,9 +241,8 @@ def _rule(node: ast.AST, function: str) -> str:
         return RULES["log"]
     if isinstance(node, ast.keyword) and node.arg == "retry_after":
         return RULES["hint"]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":
-        if isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "janitor":
-            return RULES["chore"]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.janitor.add":
+        return RULES["chore"]
     if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Subscript):
         return RULES["text"]
     if isinstance(node, ast.AnnAssign | ast.Assign) and not function and node.value is not None:
@@ -260,10 +259,8 @@ def _rule_of_condition(node: ast.AST) -> str:
 
 
 def _rule_of_hint(node: ast.AST, parent: ast.AST | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name):
-        if parent.func.id == "Unavailable":
-            return RULES["hint"]
-    return ""
+    called = parent.func if isinstance(node, ast.Constant) and isinstance(parent, ast.Call) else None
+    return RULES["hint"] if isinstance(called, ast.Name) and called.id == "Unavailable" else ""
 
 
 def _is_log(node: ast.AST) -> bool:

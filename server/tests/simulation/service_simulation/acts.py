@@ -338,7 +338,10 @@ async def open_twice(world: World, clients: list[Client], draw: random.Random) -
             service = world.life.service
             again = await client.ask_once("/optim_step", body)
             demand((again.status, again.headers.get("retry-after")) == (503, "30.0"), f"it takes operations: {again}")
-            demand("another process serves" in str(again.json()) and "another process" in service.ready()[1]["store"], "why")
+            demand(
+                "another process serves" in str(again.json()) and "another process" in service.ready()[1]["store"],
+                "why",
+            )
             demand(service.dispatcher.stopped, "it goes on sending")
         world.kill_service("it lost the lease")
         world.expects_loss = False
@@ -445,13 +448,15 @@ async def look_at_status(world: World, clients: list[Client], draw: random.Rando
     demand(sum(status["sessions"].values()) == len(clients), f"{status['sessions']}")
     demand(sum(status["models"].values()) >= len(world.trainers), f"{status['models']}")
     demand(service.queue_state("x") == ("active", None), f"{service.queue_state('x')}")
-    demand((status["engine_restarts"], status["queues"]) == (service.supervisor.restarts, len(service.dispatcher.queues)),
-           f"{status}")  # fmt: skip
+    counts = status["engine_restarts"], status["queues"]
+    demand(counts == (service.supervisor.restarts, len(service.dispatcher.queues)), f"{status}")
     began = service.runtime_status._began
     demand(abs(status["up_seconds"] - (world.clock.wall() - began)) < 0.2, f"{status}")
     info = service.info
     demand((info.name, info.tokenizer) == ("ledger/model", world.settings.tokenizer or info.tokenizer), f"{info}")
-    demand(info.context > 0 and info.vocabulary > 0 and status["paths"] == [dict(each) for each in info.paths], f"{info}")
+    demand(
+        info.context > 0 and info.vocabulary > 0 and status["paths"] == [dict(each) for each in info.paths], f"{info}"
+    )
     demand(service.healthy() and not service.lost.is_set(), "it is lost")
     demand(all(service.queued(client.tenant) == 0 for client in clients), "operations are queued")
 
@@ -477,7 +482,9 @@ async def fill_up(world: World, clients: list[Client], draw: random.Random) -> N
     demand(service.queued(client.tenant) == limit, f"{service.queued(client.tenant)} wait")
     body = {"model_id": trainer.id, "seq_id": first + 1 + limit, "adam_params": {}}
     answer = await client.ask_once("/optim_step", body)
-    demand(answer.status == 429 and f"you have {limit} (limit {limit})" in str(answer.json()), f"over the limit: {answer}")
+    demand(
+        answer.status == 429 and f"you have {limit} (limit {limit})" in str(answer.json()), f"over the limit: {answer}"
+    )
     again = await client.ask_once("/optim_step", {**body, "seq_id": first + 1})
     demand(again.status == 200 and again.json()["request_id"] == requests[0], f"a repetition at the limit: {again}")
     await asyncio.sleep(max(0.0, began + 5.0 - world.clock.now))
@@ -519,10 +526,10 @@ async def stop_slowly(world: World, clients: list[Client], draw: random.Random) 
     began = world.clock.now
     await asyncio.sleep(0.001)
     refused = await trainer.client.ask_once("/optim_step", {**body, "seq_id": number - 1})
-    demand(refused.status == 503 and refused.headers.get("retry-after") == "5.0" and "going down" in str(refused.json()),
-           f"a service that ends takes operations: {refused}")  # fmt: skip
-    demand(service.queue_state(trainer.id)[0] == "paused_capacity" and "going down" in str(service.queue_state(trainer.id)[1]),
-           f"{service.queue_state(trainer.id)}")  # fmt: skip
+    demand(refused.status == 503 and "going down" in str(refused.json()), f"a service that ends: {refused}")
+    demand(refused.headers.get("retry-after") == "5.0", f"a service that ends: {refused}")
+    state, reason = service.queue_state(trainer.id)
+    demand(state == "paused_capacity" and "going down" in str(reason), f"{state}: {reason}")
     demand(not service.ready()[0] and service.ready()[1]["draining"] and service.healthy(), f"{service.ready()}")
     await asyncio.wait([draining])
     demand(world.clock.now - began < world.settings.times.drain + 25.0, "the end takes too long")

@@ -67,12 +67,16 @@ def check_books(life: Life) -> None:
     demand(flights == dispatcher.in_flight, "what the engine has")
     demand({queue for queue in queues.values() if queue.sending} == set(dispatcher._senders), "which queues send")
     room = sum(flight.size + 512 for flight in flights.values())
-    demand(dispatcher._window.used >= room and (bool(dispatcher._senders) or dispatcher._window.used == room), "the window")
+    demand(
+        dispatcher._window.used >= room and (bool(dispatcher._senders) or dispatcher._window.used == room), "the window"
+    )
     demand(dispatcher._window.used <= max(dispatcher._window_bytes, room) + 0, "the bound of the window")
     _check_states(service)
     for queue in queues.values():
         for operation in queue.order.ready:
-            demand(operation.status == "pending" and operation.request in futures._open, f"nobody waits for {operation}")
+            demand(
+                operation.status == "pending" and operation.request in futures._open, f"nobody waits for {operation}"
+            )
     sums = service.runtime_status.status()
     found = (sums["open_futures"], sums["polls"], sums["in_engine"], sums["replays"], sums["queues"], sums["draining"])
     wanted = (len(here), futures.polls, len(flights), counted.replays, len(queues), service.runtime_status.draining)
@@ -82,9 +86,9 @@ def check_books(life: Life) -> None:
     demand(gauges == {"open_futures": len(here), "polls": futures.polls, "in_engine": len(flights)}, f"{gauges}")
     demand(oldest >= 0.0 and bool(oldest == 0.0 or here), f"the oldest future is {oldest} s old")
     demand(all(each >= 0.0 for each in counted.seconds[-5:]), "the seconds that operations took")
-    if life.engines and life.engines[-1].sent[messages.READY] and not life.engines[-1].failed and service.supervisor.up:
-        if dispatcher.child is life.engines[-1]:
-            demand(service.runtime_status.last_pass.trouble is None, "a new engine is in trouble")
+    engine = life.engines[-1] if life.engines else None
+    if engine is not None and dispatcher.child is engine and not engine.failed:
+        demand(service.runtime_status.last_pass.trouble is None, "a new engine is in trouble")
 
 
 def _check_states(service: Service) -> None:
@@ -100,13 +104,13 @@ def _check_states(service: Service) -> None:
         elif service.outcomes.trouble is not None:
             wanted = "paused_capacity", "the service's disk takes nothing at the moment"
         elif gap is not None and age >= 3.0:
-            wanted = "paused_capacity", (
-                f"number {gap.number} of this model has not arrived; {gap.waiting} wait for it since {age:.0f} s")  # fmt: skip
+            missing = f"number {gap.number} of this model has not arrived"
+            wanted = "paused_capacity", f"{missing}; {gap.waiting} wait for it since {age:.0f} s"
         elif not supervisor.up:
             wanted = "paused_capacity", "the engine is starting"
         elif supervisor.silent is not None:
-            wanted = "paused_capacity", (
-                f"the engine is not responding: no sign of life for {supervisor.silent:.0f} s (its process may be stopped)")  # fmt: skip
+            seconds = f"no sign of life for {supervisor.silent:.0f} s"
+            wanted = "paused_capacity", f"the engine is not responding: {seconds} (its process may be stopped)"
         elif queue is not None and queue.state is State.POSTPONED:
             wanted = "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
         demand(service.queue_state(name) == wanted, f"{service.queue_state(name)}, not {wanted}")
@@ -117,7 +121,9 @@ def _check_states(service: Service) -> None:
     wanted_good = engine_works and service.runtime_status.last_pass.trouble is None and store is None and healthy
     demand(good is (wanted_good and not service.runtime_status.draining), f"it is ready: {good}, {facts}")
     demand(facts["store"] == (store or ("writable" if healthy else "the last commit failed")), f"{facts}")
-    demand(facts["last_pass"] == (supervisor.troubled or service.runtime_status.last_pass.trouble or "worked"), f"{facts}")
+    demand(
+        facts["last_pass"] == (supervisor.troubled or service.runtime_status.last_pass.trouble or "worked"), f"{facts}"
+    )
 
 
 async def check_counts(world: World) -> None:
@@ -134,12 +140,17 @@ async def check_counts(world: World) -> None:
     restarts = life.service.supervisor.restarts
     demand(restarts == len(engines) + life.refused - 1, f"{restarts} restarts, {len(engines)} engines, {life.refused}")
     demand(counted.deaths.total() == len(engines) - 1, f"{counted.deaths}, {len(engines)} engines")
-    demand(counted.deaths["hung"] == life.hung and set(counted.deaths) <= {"hung", "died"}, f"{counted.deaths}, {life.hung}")
+    demand(
+        counted.deaths["hung"] == life.hung and set(counted.deaths) <= {"hung", "died"},
+        f"{counted.deaths}, {life.hung}",
+    )
     queues, ends = life.service.dispatcher.queues, world.clock.now + 30.0
     while idle := [name for name, queue in queues.items() if queue.idle]:
         demand(world.clock.now < ends, f"idle queues are not forgotten: {idle}")
         await asyncio.sleep(1.0)
-    demand(not any(queue.distrusts for queue in life.service.dispatcher.queues.values()), "a queue distrusts its engine")
+    demand(
+        not any(queue.distrusts for queue in life.service.dispatcher.queues.values()), "a queue distrusts its engine"
+    )
 
 
 def check_endings(world: World, raw: sqlite3.Connection) -> None:

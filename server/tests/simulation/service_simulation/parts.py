@@ -1,6 +1,7 @@
 """Parts of the runtime alone, driven at random on the simulated clock, each compared with a model of it."""
 
 import asyncio
+import itertools
 import logging
 import random
 from collections import Counter, OrderedDict
@@ -97,7 +98,9 @@ async def order_numbers(clock: Clock, draw: random.Random) -> None:
         gap = Gap(following, min(early.values()), len(early)) if early else None
         demand((order.following, list(order.ready), order.gap()) == (following, ready, gap), f"after {what} {number}")
         hole = range(following, min(early, default=following))
-        demand((order.hole(), order.missing()) == (hole, [each for each in hole if each not in used]), "what is missing")
+        demand(
+            (order.hole(), order.missing()) == (hole, [each for each in hole if each not in used]), "what is missing"
+        )
         demand(all(order.holds(each) is (each in early) for each in range(following + 9)), "what is held")
         demand(order.idle is not bool(ready or early), "whether it is idle")
 
@@ -125,10 +128,29 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
 
     for _ in range(80):
         what = draw.choice(
-            ["arrive"] * 4 + ["send"] * 4 + ["land"] * 2 + ["attach", "attached", "failed", "leave", "release", "detached",
-             "postpone", "resume", "died", "restore", "restored", "sending", "withdraw", "distrust", "trust", "worked"]
+            ["arrive"] * 4
+            + ["send"] * 4
+            + ["land"] * 2
+            + [
+                "attach",
+                "attached",
+                "failed",
+                "leave",
+                "release",
+                "detached",
+                "postpone",
+                "resume",
+                "died",
+                "restore",
+                "restored",
+                "sending",
+                "withdraw",
+                "distrust",
+                "trust",
+                "worked",
+            ]
             + ["close"] * (draw.random() < 0.05)
-        )  # fmt: skip
+        )
         if what == "arrive":
             new = operation(next(numbers))
             demand(queue.arrive(new, 1.0), "a new number")
@@ -233,16 +255,24 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             state, closed = State.CLOSED, reason
         running = bool(flights or ready or sending or state is State.DETACHING)
         facts = {
-            "state": state, "closed": closed if state is State.CLOSED else None, "sending": sending, "running": running,
-            "postponed": "lacking" if state is State.POSTPONED else None, "restoring": restoring,
+            "state": state,
+            "closed": closed if state is State.CLOSED else None,
+            "sending": sending,
+            "running": running,
+            "postponed": "lacking" if state is State.POSTPONED else None,
+            "restoring": restoring,
             "may_send": not sending and state in (State.DETACHED, State.ATTACHED),
-            "must_attach": ordered and state is not State.ATTACHED, "restore_deaths": deaths,
-            "idle": not running and state is not State.ATTACHED, "distrusts": distrusted is not None,
+            "must_attach": ordered and state is not State.ATTACHED,
+            "restore_deaths": deaths,
+            "idle": not running and state is not State.ATTACHED,
+            "distrusts": distrusted is not None,
             "head": ready[0] if ready else None,
-        }  # fmt: skip
+        }
         found = {name: getattr(queue, name) for name in facts}
         demand(found == facts, f"after {what}: {found}, not {facts}")
-        demand(list(queue.in_flight.values()) == flights and list(queue.order.ready) == ready, f"its lists after {what}")
+        demand(
+            list(queue.in_flight.values()) == flights and list(queue.order.ready) == ready, f"its lists after {what}"
+        )
         again = [each.operation.number for each in flights if not each.replay] + [each.number for each in ready]
         for number in (0, 5, 12, 30):
             agrees = (distrusted is None or number < distrusted) and all(number < each for each in again)
@@ -250,8 +280,12 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
     late = operation(next(numbers) + 1)
     if ordered and state is not State.CLOSED:
         queue.arrive(late, 1.0)
-        demand(not queue.running or bool(ready or flights or sending or state is State.DETACHING), "it waits for a number")
-        demand(not queue.idle and queue.withdraw(late) and not queue.order.holds(late.number), "an early one is withdrawn")
+        demand(
+            not queue.running or bool(ready or flights or sending or state is State.DETACHING), "it waits for a number"
+        )
+        demand(
+            not queue.idle and queue.withdraw(late) and not queue.order.holds(late.number), "an early one is withdrawn"
+        )
 
 
 def _moves(move: Callable[[], None], legal: bool) -> bool:
@@ -340,7 +374,9 @@ async def share_room(clock: Clock, draw: random.Random) -> None:
         demand(window.used == used, f"{window.used} bytes are taken, not {used} after {what}")
         done = {number for number, task in tasks.items() if task.done() and not task.cancelled()}
         demand(done >= held.keys() & tasks.keys(), f"who has room after {what}")
-        demand(not any(tasks[entry[0]].done() for entries in waiting.values() for entry in entries), "who waits has room")
+        demand(
+            not any(tasks[entry[0]].done() for entries in waiting.values() for entry in entries), "who waits has room"
+        )
     for task in tasks.values():
         task.cancel()
     await asyncio.sleep(0.1)
@@ -423,9 +459,7 @@ async def wait_for_futures(clock: Clock, draw: random.Random) -> None:
             demand(held.status == "pending", "a future that is not over")
 
 
-async def _check_futures(
-    futures: Futures, journal: Any, opened: Any, waiters: Any, recent: Any, clock: Clock
-) -> None:
+async def _check_futures(futures: Futures, journal: Any, opened: Any, waiters: Any, recent: Any, clock: Clock) -> None:
     demand(len(futures) == len(opened), "the number of futures")
     demand(futures.waiting == Counter(each.tenant for each, _ in opened.values()), f"{futures.waiting} wait")
     demand(all(futures.waiting.values()), "tenants of whom nothing waits are kept")
@@ -534,8 +568,11 @@ async def count_turns(clock: Clock, draw: random.Random) -> None:
             last.begin_anew()
             turns.clear()
             failed.clear()
-        fresh = [f"the last {shown[each]} failed as a whole; the log says why"
-                 for each, since in failed.items() if clock.now - since < FORGOTTEN]  # fmt: skip
+        fresh = [
+            f"the last {shown[each]} failed as a whole; the log says why"
+            for each, since in failed.items()
+            if clock.now - since < FORGOTTEN
+        ]
         demand(last.trouble == (fresh[0] if fresh else None), f"{last.trouble}, not {fresh}")
 
 
@@ -655,11 +692,14 @@ async def do_chores(clock: Clock, draw: random.Random) -> None:
     janitor.start()
     await asyncio.sleep(50.0)
     await janitor.stop()
+    demand(janitor._task is not None and janitor._task.done(), "the chores are not ended")
     ended = clock.now
     for name, every in (("a", 2.0), ("b", 3.0), ("c", 7.0)):
         previous = began
         for begin, end in done[name]:
-            demand(every - 1e-6 <= begin - previous <= every + 0.76, f"{name} began {begin - previous} s after the last")
+            demand(
+                every - 1e-6 <= begin - previous <= every + 0.76, f"{name} began {begin - previous} s after the last"
+            )
             previous = end
         demand(ended - previous <= every + 1.0, f"{name} is done no more")
     counts = {name: len(runs) for name, runs in done.items()}
@@ -722,9 +762,11 @@ async def write_outcomes(clock: Clock, draw: random.Random) -> None:
             outcomes.put(each, Outcome(each.id, b"result"))
             wanted.append(each.id)
         elif what == "then":
+
             def job(number: int = number) -> Any:
                 async def run() -> None:
                     events.append(f"job {number}")
+
                 return run()
 
             outcomes.then(job)
@@ -740,14 +782,18 @@ async def write_outcomes(clock: Clock, draw: random.Random) -> None:
             outcomes.put(each, Outcome(each.id, b"result"))
             wanted.append(each.id)
             await asyncio.sleep(1.0)
-            demand(outcomes.trouble is not None and "disk" in outcomes.trouble or "space" in str(outcomes.trouble),
-                   f"trouble: {outcomes.trouble}")  # fmt: skip
+            demand(
+                (outcomes.trouble is not None and "disk" in outcomes.trouble) or "space" in str(outcomes.trouble),
+                f"trouble: {outcomes.trouble}",
+            )
             demand(each.id not in events, "it is told before it is written")
             await asyncio.sleep(25.0)
             demand(events == wanted and outcomes.trouble is None, "it is not written when the disk takes it")
             pauses = [round(after - before, 1) for before, after in zip(journal.tries, journal.tries[1:], strict=False)]
-            demand(pauses[-1] >= 5.0 and all(b <= 2 * a + 0.2 and b <= 5.1 for a, b in zip(pauses, pauses[1:])),
-                   f"it was tried after {pauses} s from {begin}")  # fmt: skip
+            demand(
+                pauses[-1] >= 5.0 and all(b <= 2 * a + 0.2 and b <= 5.1 for a, b in itertools.pairwise(pauses)),
+                f"it was tried after {pauses} s from {begin}",
+            )
             demand(pauses == sorted(pauses) and pauses[0] < 0.2, f"it was tried after {pauses} s")
         elif what == "sleep":
             await asyncio.sleep(0.1)
@@ -755,8 +801,13 @@ async def write_outcomes(clock: Clock, draw: random.Random) -> None:
     demand(events == wanted, f"{events}, not {wanted}")
     demand(sorted(journal.written) == sorted(each for each in wanted if isinstance(each, int)), "what was written")
     demand(unwritten == bad, f"{unwritten} cannot be written, not {bad}")
-    demand(dict(told) == {each: "the result could not be written" if each in bad else None
-                          for each in wanted if isinstance(each, int)}, "what was told")  # fmt: skip
+    demand(
+        dict(told)
+        == {
+            each: "the result could not be written" if each in bad else None for each in wanted if isinstance(each, int)
+        },
+        "what was told",
+    )
     await _withdraw(outcomes, journal, clock, events)
     if draw.random() < 0.5:
         journal.lost = True
@@ -802,9 +853,16 @@ async def _withdraw(outcomes: Outcomes, journal: Any, clock: Clock, events: list
 
 Part = Callable[[Clock, random.Random], Awaitable[None]]
 PARTS: tuple[Part, ...] = (
-    order_numbers, change_states, share_room, wait_for_futures, watch_arrivals, count_turns, hear_sessions, do_chores,
+    order_numbers,
+    change_states,
+    share_room,
+    wait_for_futures,
+    watch_arrivals,
+    count_turns,
+    hear_sessions,
+    do_chores,
     write_outcomes,
-)  # fmt: skip
+)
 AT_ONCE = 2
 """Parts of which a simulation drives each."""
 

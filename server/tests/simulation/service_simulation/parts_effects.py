@@ -22,7 +22,9 @@ async def change_records(clock: Clock, draw: random.Random) -> None:
     with opened(draw) as store:
         effects = StoreEffects(store.data, store)
         await store.sessions.create(Session("s", "ada", 1.0, 1.0))
-        model = Model("s:train:0", "ada", "s", 0, "base", 8, 1.0, 1.0, train_mlp=False, project=draw.choice([None, "p"]))
+        model = Model(
+            "s:train:0", "ada", "s", 0, "base", 8, 1.0, 1.0, train_mlp=False, project=draw.choice([None, "p"])
+        )
         await store.database.write(lambda connection: models.add(connection, model))
 
         def operation(kind: Any, payload: bytes | None, queue: str = model.id) -> Operation:
@@ -36,7 +38,9 @@ async def change_records(clock: Clock, draw: random.Random) -> None:
             return dict(orjson.loads(outcome.result or b"{}"))
 
         for kind in ("forward", "forward_backward", "optim_step", "sample"):
-            demand(effects.done(operation(kind, b"x"), {}, b"body") == Outcome(1, result=b"body"), f"the result of {kind}")
+            demand(
+                effects.done(operation(kind, b"x"), {}, b"body") == Outcome(1, result=b"body"), f"the result of {kind}"
+            )
         for path in (None, "tinker://x/weights/y"):
             create = Create(rank=8, seed=1, path=path, source=None if path is None else "checkpoints/c")
             said = await done(operation("create", create.dump()))
@@ -61,8 +65,11 @@ async def change_records(clock: Clock, draw: random.Random) -> None:
 
 async def _save(store: Any, model: Model, done: Any, operation: Any, clock: Clock, draw: random.Random) -> None:
     extra = {"size_bytes": 77, "digest": "d"}
-    types = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
-             "external_weights": "save_weights_external"}  # fmt: skip
+    types = {
+        "weights": "save_weights",
+        "sampler_weights": "save_weights_for_sampler",
+        "external_weights": "save_weights_external",
+    }
     for number, kind in enumerate(("weights", "sampler_weights", "external_weights")):
         ttl = draw.choice([None, 60])
         save = Save(kind=kind, folder=f"checkpoints/f{number}", name="n", ttl=ttl, metadata={"a": "b"})
@@ -72,8 +79,31 @@ async def _save(store: Any, model: Model, done: Any, operation: Any, clock: Cloc
         demand(said == wanted, f"{said}, not {wanted}")
         (row,) = [each for each in (await store.checkpoints.page("ada", clock.wall())).rows if each.kind == kind]
         expires = None if ttl is None else clock.wall() + 60
-        demand(row == Checkpoint("ada", model.id, kind, "n", f"checkpoints/f{number}", 77, "d", "base", 8, clock.wall(), expires,
-                                 True, False, True, kind == "weights", False, {"a": "b"}, model.project, row.id), f"{row}")  # fmt: skip
+        demand(
+            row
+            == Checkpoint(
+                "ada",
+                model.id,
+                kind,
+                "n",
+                f"checkpoints/f{number}",
+                77,
+                "d",
+                "base",
+                8,
+                clock.wall(),
+                expires,
+                True,
+                False,
+                True,
+                kind == "weights",
+                False,
+                {"a": "b"},
+                model.project,
+                row.id,
+            ),
+            f"{row}",
+        )
         await refused(done(operation("save", save.dump()), extra), BadRequest, "already exists")
         save.overwrite = True
         save.folder = f"checkpoints/g{number}"
@@ -84,12 +114,22 @@ async def _save(store: Any, model: Model, done: Any, operation: Any, clock: Cloc
     demand(said["size_bytes"] == 0, f"{said}")
     before = len((await store.checkpoints.page("ada", clock.wall())).rows)
     for number, inflight in enumerate((False, True, True)):
-        save = Save(kind="sampler_weights", folder=f"checkpoints/i{number}", sampler=f"s:sample:{number}", inflight=inflight)
+        save = Save(
+            kind="sampler_weights", folder=f"checkpoints/i{number}", sampler=f"s:sample:{number}", inflight=inflight
+        )
         said = await done(operation("save", save.dump()))
         demand(said == {"type": types["sampler_weights"], "sampling_session_id": f"s:sample:{number}"}, f"{said}")
         sampler = await store.samplers.get("ada", f"s:sample:{number}")
-        wanted_sampler = Sampler(f"s:sample:{number}", "ada", "s", number, "base", clock.wall(), folder=save.folder,
-                                 inflight=model.id if inflight else None)  # fmt: skip
+        wanted_sampler = Sampler(
+            f"s:sample:{number}",
+            "ada",
+            "s",
+            number,
+            "base",
+            clock.wall(),
+            folder=save.folder,
+            inflight=model.id if inflight else None,
+        )
         demand(sampler == wanted_sampler, f"{sampler}, not {wanted_sampler}")
     demand((await store.samplers.get("ada", "s:sample:1")).folder == "checkpoints/i2", "inflight weights did not move")
     demand((await store.samplers.get("ada", "s:sample:0")).folder == "checkpoints/i0", "weights that stay have moved")
@@ -98,9 +138,11 @@ async def _save(store: Any, model: Model, done: Any, operation: Any, clock: Cloc
 
 async def _statuses(store: Any, effects: StoreEffects, model: Model, clock: Clock) -> None:
     for move, before, after, at in (
-        (effects.attached, "detached", "live", None), (effects.attached, "corrupted", "corrupted", 1.0),
-        (effects.detached, "live", "detached", 5.0), (effects.detached, "creating", "creating", None),
-    ):  # fmt: skip
+        (effects.attached, "detached", "live", None),
+        (effects.attached, "corrupted", "corrupted", 1.0),
+        (effects.detached, "live", "detached", 5.0),
+        (effects.detached, "creating", "creating", None),
+    ):
         await store.models.set_status("ada", model.id, before, 1.0)
         await move("ada", model.id)
         await move("bob", model.id)
@@ -110,10 +152,12 @@ async def _statuses(store: Any, effects: StoreEffects, model: Model, clock: Cloc
         demand((found.status, found.detached) == (after, wanted), f"{before} became {found.status} at {found.detached}")
     await store.models.set_status("ada", model.id, "live", 1.0)
     for status, reason, told in (
-        ("gone", "why", ("this model is gone: why", "user")), ("gone", None, ("this model is gone: it was unloaded", "user")),
-        ("corrupted", "why", ("why", "server")), ("corrupted", None, ("this model cannot be made again", "server")),
+        ("gone", "why", ("this model is gone: why", "user")),
+        ("gone", None, ("this model is gone: it was unloaded", "user")),
+        ("corrupted", "why", ("why", "server")),
+        ("corrupted", None, ("this model cannot be made again", "server")),
         ("live", None, None),
-    ):  # fmt: skip
+    ):
         await store.models.set_status("ada", model.id, status, 1.0, reason)
         demand(await effects.closed("ada", model.id) == told, f"why {status}: {await effects.closed('ada', model.id)}")
     demand(await effects.closed("bob", model.id) is None, "why a foreign one is closed")
@@ -136,12 +180,17 @@ async def _remove(store: Any, effects: StoreEffects) -> None:
     reached: list[str] = []
     before = failpoints.watch(reached.append)
     try:
-        await effects.remove([*kept, "snapshots/../secret", "snapshots/a1", "snapshots/none", "checkpoints/b2", "snapshots/"])
+        await effects.remove(
+            [*kept, "snapshots/../secret", "snapshots/a1", "snapshots/none", "checkpoints/b2", "snapshots/"]
+        )
     finally:
         failpoints.watch(before)
     demand(reached.count("effects.before_remove") == 3, f"{reached}")
     demand(all((store.data / name).exists() for name in kept), "what is no snapshot was removed")
-    demand(not (store.data / "snapshots/a1").exists() and not (store.data / "checkpoints/b2").exists(), "a snapshot is left")
+    demand(
+        not (store.data / "snapshots/a1").exists() and not (store.data / "checkpoints/b2").exists(),
+        "a snapshot is left",
+    )
 
 
 async def _end(store: Any, effects: StoreEffects, model: Model, done: Any, operation: Any, clock: Clock) -> None:
@@ -165,6 +214,9 @@ async def _end(store: Any, effects: StoreEffects, model: Model, done: Any, opera
             await done(operation("unload", b"{}", "nowhere"))
             await done(operation("unload", b"{}"))
             await effects.unloaded()
-        demand((await store.models.get("ada", model.id)).status == "gone" and not (store.data / name).exists(), "it is left")
+        demand(
+            (await store.models.get("ada", model.id)).status == "gone" and not (store.data / name).exists(),
+            "it is left",
+        )
     rows = rows_of(store, "SELECT snapshot_number, snapshot_folder, snapshot_size FROM models")
     demand(rows == [(1, None, None)], f"{rows}")

@@ -17,8 +17,11 @@ from twinkle_server.settings import Times
 
 TIMES = Times(start=20.0, deadline=10.0, drain=5.0, silent=3.0, stopped=8.0)
 INFO = {"name": "m", "context": 8, "vocabulary": 9, "losses": ["a"], "paths": [{"x": 1}]}
-LOST = {"start": "the engine was not ready within 20 s", "pass": "a pass took longer than 10 s",
-        "stop": "the engine's process was stopped for longer than 8 s"}  # fmt: skip
+LOST = {
+    "start": "the engine was not ready within 20 s",
+    "pass": "a pass took longer than 10 s",
+    "stop": "the engine's process was stopped for longer than 8 s",
+}
 
 
 class _Child:
@@ -175,9 +178,15 @@ async def _never_ready(
 
 
 async def _live(
-    end: str, supervisor: Supervisor, listener: _Listener, child: _Child, passed: list[Any], stopped: list[bool],
-    draw: random.Random, clock: Clock,
-) -> tuple[bool, set[int], str, float]:  # fmt: skip
+    end: str,
+    supervisor: Supervisor,
+    listener: _Listener,
+    child: _Child,
+    passed: list[Any],
+    stopped: list[bool],
+    draw: random.Random,
+    clock: Clock,
+) -> tuple[bool, set[int], str, float]:
     """Let an engine work, and end; return whether it worked, whom to blame, why, and when it was gone."""
     downs = len(listener.downs)
     worked, blamed = False, set[int]()
@@ -251,9 +260,15 @@ async def _live(
 
 
 async def _end(
-    supervisor: Supervisor, listener: _Listener, children: Any, starts: Any, task: Any, stopped: Any,
-    draw: random.Random, clock: Clock,
-) -> None:  # fmt: skip
+    supervisor: Supervisor,
+    listener: _Listener,
+    children: Any,
+    starts: Any,
+    task: Any,
+    stopped: Any,
+    draw: random.Random,
+    clock: Clock,
+) -> None:
     child, before, begin = children[-1], len(starts), clock.now
     how = draw.choice(["drained", "dies", "never", "stop", "closed"])
     if how == "stop":

@@ -83,10 +83,16 @@ async def keep_sessions(clock: Clock, draw: random.Random) -> None:
             if what == "create":
                 created = now if draw.random() < 0.5 else 100.0 + number // 4
                 new = Session(
-                    f"s{draw.randrange(10**6):06}", tenant, created, created, tags=draw.choice([[], ["a", "b"]]),
-                    metadata={"name": f"n{number % 3}", "x": "y"} if number % 2 else {}, project=draw.choice([None, "p", "q"]),
-                    display_name=draw.choice([None, "Big_Run", "small%run"]), sdk="1.0",
-                )  # fmt: skip
+                    f"s{draw.randrange(10**6):06}",
+                    tenant,
+                    created,
+                    created,
+                    tags=draw.choice([[], ["a", "b"]]),
+                    metadata={"name": f"n{number % 3}", "x": "y"} if number % 2 else {},
+                    project=draw.choice([None, "p", "q"]),
+                    display_name=draw.choice([None, "Big_Run", "small%run"]),
+                    sdk="1.0",
+                )
                 await table.create(new)
                 await table.create(replace(new, project="other"))
                 model[new.id] = new
@@ -107,7 +113,9 @@ async def keep_sessions(clock: Clock, draw: random.Random) -> None:
                 status = draw.choice(["finished", "expired"])
                 if mine:
                     was = known.status == "active"
-                    demand(await table.end(tenant, name, status, now, "why", "more") is was, f"whether {name} was active")
+                    demand(
+                        await table.end(tenant, name, status, now, "why", "more") is was, f"whether {name} was active"
+                    )
                     if was:
                         known.status, known.ended, known.reason, known.detail = status, now, "why", "more"  # type: ignore[assignment]
                 else:
@@ -208,15 +216,28 @@ async def keep_models(clock: Clock, draw: random.Random) -> None:
             known = model.get(name)
             mine = known is not None and known.tenant == tenant
             if what == "add":
-                new = Model(f"s-{tenant}:train:{number}", tenant, f"s-{tenant}", number, "base", 8, float(number // 3), now,
-                            seed=draw.choice([None, 3]), train_mlp=draw.random() < 0.5, metadata=draw.choice([None, {"a": "b"}]),
-                            project=draw.choice([None, "p"]))  # fmt: skip
+                new = Model(
+                    f"s-{tenant}:train:{number}",
+                    tenant,
+                    f"s-{tenant}",
+                    number,
+                    "base",
+                    8,
+                    float(number // 3),
+                    now,
+                    seed=draw.choice([None, 3]),
+                    train_mlp=draw.random() < 0.5,
+                    metadata=draw.choice([None, {"a": "b"}]),
+                    project=draw.choice([None, "p"]),
+                )
                 await database.write(lambda connection, new=new: models.add(connection, new))
                 model[new.id] = new
                 for wrong, kind in (
-                    (new, SequenceConflict), (replace(new, id="x", session="s-none"), NotFound),
-                    (replace(new, id="x", session="s-over", tenant="ada"), Gone), (replace(new, id="x", tenant="eve"), NotFound),
-                ):  # fmt: skip
+                    (new, SequenceConflict),
+                    (replace(new, id="x", session="s-none"), NotFound),
+                    (replace(new, id="x", session="s-over", tenant="ada"), Gone),
+                    (replace(new, id="x", tenant="eve"), NotFound),
+                ):
                     await refused(database.write(lambda connection, wrong=wrong: models.add(connection, wrong)), kind)
             elif what == "status":
                 status: Any = draw.choice(["live", "detached", "corrupted", "gone", "creating"])
@@ -230,7 +251,9 @@ async def keep_models(clock: Clock, draw: random.Random) -> None:
                     await refused(table.set_status(tenant, name, status, now), NotFound, "does not exist")
             elif what == "snapshot" and known is not None:
                 snapshot = Snapshot(name, draw.randrange(9), f"snapshots/f{number}", "digest", 7 + number)
-                row = rows_of(store, "SELECT snapshot_number, snapshot_folder, status FROM models WHERE id = ?", name)[0]
+                row = rows_of(store, "SELECT snapshot_number, snapshot_folder, status FROM models WHERE id = ?", name)[
+                    0
+                ]
                 needless = await store.journal.snapshotted(snapshot)
                 if row[2] == "gone" or (row[0] is not None and row[0] > snapshot.number):
                     demand(needless == [snapshot.folder], f"{needless} for {snapshot} after {row}")
@@ -260,7 +283,9 @@ async def keep_models(clock: Clock, draw: random.Random) -> None:
             gone = sorted(folders_of)[: draw.choice([0, 2, 3, 5])]
             await folders.forget(database, gone)
         demand(await folders.all_named(database) == set(folders_of) - set(gone), "the folders that were forgotten")
-        await refused(store.journal.snapshotted(Snapshot("none", 1, "snapshots/x", "", 1)), LookupError, "does not exist")
+        await refused(
+            store.journal.snapshotted(Snapshot("none", 1, "snapshots/x", "", 1)), LookupError, "does not exist"
+        )
 
 
 async def _look_at_models(store: Store, model: dict[str, Model], tenant: str, draw: random.Random) -> None:
@@ -274,7 +299,9 @@ async def _look_at_models(store: Store, model: dict[str, Model], tenant: str, dr
     mine = [each for each in model.values() if each.tenant == tenant]
     session = await table.of_session(tenant, f"s-{tenant}")
     demand(session == sorted(mine, key=lambda each: each.number), "the models of a session")
-    demand(await table.of_session(tenant, "s-none") == [] and await table.of_session("eve", f"s-{tenant}") == [], "none")
+    demand(
+        await table.of_session(tenant, "s-none") == [] and await table.of_session("eve", f"s-{tenant}") == [], "none"
+    )
     project = draw.choice([None, "p"])
     listed = _newest([each for each in mine if project in (None, each.project)])
     offset, limit = draw.choice([-1, 0, 1]), draw.choice([-1, 0, 2, 100])
@@ -306,8 +333,17 @@ async def keep_samplers(clock: Clock, draw: random.Random) -> None:
             if what == "add":
                 follows = draw.choice([None, None, "m1", "m2"])
                 folder_ = None if draw.random() < 0.4 else f"checkpoints/c{number % 4}"
-                new = Sampler(f"s-{tenant}:sample:{number}", tenant, f"s-{tenant}", number, "base", now,
-                              path=draw.choice([None, "tinker://x"]), folder=folder_, inflight=follows)  # fmt: skip
+                new = Sampler(
+                    f"s-{tenant}:sample:{number}",
+                    tenant,
+                    f"s-{tenant}",
+                    number,
+                    "base",
+                    now,
+                    path=draw.choice([None, "tinker://x"]),
+                    folder=folder_,
+                    inflight=follows,
+                )
                 await table.create(new)
                 await table.create(replace(new, folder="checkpoints/other"))
                 model[new.id] = new
@@ -322,7 +358,8 @@ async def keep_samplers(clock: Clock, draw: random.Random) -> None:
                 mine = [each for each in model.values() if (each.tenant, each.inflight) == (tenant, follows)]
                 before = {each.folder for each in mine} - {None, folder_}
                 moved = await database.write(
-                    lambda connection, t=tenant, f=follows, to=folder_: samplers.move_inflight(connection, t, f, to))
+                    lambda connection, t=tenant, f=follows, to=folder_: samplers.move_inflight(connection, t, f, to)
+                )
                 demand(sorted(moved) == sorted(filter(None, before)), f"{moved} was used before, not {before}")
                 for each in mine:
                     each.folder = folder_
@@ -335,8 +372,11 @@ async def keep_samplers(clock: Clock, draw: random.Random) -> None:
                     await refused(table.join(tenant, name), NotFound, "does not exist")
             for follows in ("m1", "m2"):
                 found = await database.read(
-                    lambda connection, t=tenant, f=follows: samplers.inflight_folder(connection, t, f))
-                own = {each.folder for each in model.values() if (each.tenant, each.inflight) == (tenant, follows)} - {None}
+                    lambda connection, t=tenant, f=follows: samplers.inflight_folder(connection, t, f)
+                )
+                own = {each.folder for each in model.values() if (each.tenant, each.inflight) == (tenant, follows)} - {
+                    None
+                }
                 demand(found in own if own else found is None, f"{found} of {own}")
             if draw.random() > 0.2:
                 continue
@@ -382,9 +422,22 @@ async def keep_checkpoints(clock: Clock, draw: random.Random) -> None:
             at = next((each for each in live if each.path == path), None)
             if what == "add":
                 overwrite = draw.random() < 0.4
-                new = Checkpoint(tenant, run, kind, path.name, f"checkpoints/f{number}", 10 + number, f"d{number}", "base", 8,
-                                 now, expires=draw.choice([None, None, now + 3.0]), has_optimizer=kind == "weights",
-                                 metadata=draw.choice([None, {"k": "v"}]), project=draw.choice([None, "p"]))  # fmt: skip
+                new = Checkpoint(
+                    tenant,
+                    run,
+                    kind,
+                    path.name,
+                    f"checkpoints/f{number}",
+                    10 + number,
+                    f"d{number}",
+                    "base",
+                    8,
+                    now,
+                    expires=draw.choice([None, None, now + 3.0]),
+                    has_optimizer=kind == "weights",
+                    metadata=draw.choice([None, {"k": "v"}]),
+                    project=draw.choice([None, "p"]),
+                )
                 if at is not None and not overwrite and there(at):
                     await refused(table.create(new, overwrite), BadRequest, "already exists")
                 else:
@@ -425,7 +478,9 @@ async def keep_checkpoints(clock: Clock, draw: random.Random) -> None:
                 await _look_at_checkpoints(store, [each for each in live if there(each)], tenant, now, draw)
 
 
-async def _look_at_checkpoints(store: Store, live: list[Checkpoint], tenant: str, now: float, draw: random.Random) -> None:
+async def _look_at_checkpoints(
+    store: Store, live: list[Checkpoint], tenant: str, now: float, draw: random.Random
+) -> None:
     table = store.checkpoints
     mine = [each for each in live if each.tenant == tenant]
     for each in live:
@@ -444,7 +499,9 @@ async def _look_at_checkpoints(store: Store, live: list[Checkpoint], tenant: str
     page = await table.page(tenant, now, limit, offset, run, project)
     demand((page.rows, page.total) == (listed[max(offset, 0) :][: max(limit, 0)], len(listed)), "a page of checkpoints")
     demand(await table.bytes(tenant, now) == sum(each.size for each in mine), "the bytes of checkpoints")
-    demand(await table.bytes(tenant, now, "p") == sum(each.size for each in mine if each.project == "p"), "of a project")
+    demand(
+        await table.bytes(tenant, now, "p") == sum(each.size for each in mine if each.project == "p"), "of a project"
+    )
     newest: dict[tuple[str, str], Checkpoint] = {}
     for each in sorted(mine, key=lambda each: (each.created, each.id)):
         if each.run == f"{tenant}:0":
@@ -466,7 +523,9 @@ async def keep_records(clock: Clock, draw: random.Random) -> None:
             name = draw.choice("abc")
             held = [each for each in keys if each.name == name and each.revoked is None]
             if draw.random() < 0.6:
-                key = Key(f"k{number:02}", draw.choice(TENANTS), name, "user", f"p{number}", "h", float(number // 2), {"b": 1})
+                key = Key(
+                    f"k{number:02}", draw.choice(TENANTS), name, "user", f"p{number}", "h", float(number // 2), {"b": 1}
+                )
                 if held:
                     await refused(store.keys.create(key), BadRequest, "already exists")
                 else:
@@ -499,12 +558,16 @@ async def keep_records(clock: Clock, draw: random.Random) -> None:
         demand(await store.audit.entries("ada") == left, "what is left of the audit log")
         used: dict[tuple[str, str, str], tuple[int, int]] = {}
         for number in range(12):
-            each = Usage(draw.choice(TENANTS), f"2000-01-0{1 + number % 3}", draw.choice(["training", "storage"]), number, 2)
+            each = Usage(
+                draw.choice(TENANTS), f"2000-01-0{1 + number % 3}", draw.choice(["training", "storage"]), number, 2
+            )
             tokens, size = used.get((each.tenant, each.day, each.kind), (0, 0))
             used[each.tenant, each.day, each.kind] = tokens + each.tokens, size + each.bytes
             await (store.usage.add(each) if number % 2 else store.usage.add_all([each]))
         for first, end in (("2000-01-01", "2000-01-03"), ("2000-01-02", "2000-01-04"), ("2000-01-02", "2000-01-02")):
-            sums = [Usage(*key, *value) for key, value in sorted(used.items()) if key[0] == "ada" and first <= key[1] < end]
+            sums = [
+                Usage(*key, *value) for key, value in sorted(used.items()) if key[0] == "ada" and first <= key[1] < end
+            ]
             demand(await store.usage.between("ada", first, end) == sums, f"the usage from {first} to {end}")
 
 
@@ -516,10 +579,12 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
     times = Times(read_result=50.0, kept_result=500.0, kept_record=300.0)
     with (
         opened(draw, limits=Limits(small_bytes=40), times=times) as store,
-        mock.patch.object(retention, "_BATCH", 2), mock.patch.object(retention, "_PIECE", 3),
-        mock.patch.object(recorded, "_AT_ONCE", 2), mock.patch.object(retention, "_PAGES", 2),
+        mock.patch.object(retention, "_BATCH", 2),
+        mock.patch.object(retention, "_PIECE", 3),
+        mock.patch.object(recorded, "_AT_ONCE", 2),
+        mock.patch.object(retention, "_PAGES", 2),
         mock.patch.object(retention, "_SPARE", 1),
-    ):  # fmt: skip
+    ):
         log = _Log(store, clock, draw)
         await log.begin()
         for _ in range(40):
@@ -528,9 +593,10 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
         store.journal.context = replace(store.journal.context, epoch=99)
         for work in (
             store.journal.submit(Submission("ada", log.models[0], "forward", b"late", 900)),
-            store.journal.finish([Outcome(1, b"x")]), store.journal.blame([1]),
+            store.journal.finish([Outcome(1, b"x")]),
+            store.journal.blame([1]),
             store.journal.snapshotted(Snapshot(log.models[0], 5, "snapshots/z", "", 1)),
-        ):  # fmt: skip
+        ):
             await refused(work, LeaseLost, "another process serves")
 
 
@@ -556,8 +622,24 @@ class _Log:
 
     async def step(self) -> None:
         self.clock.now += self.draw.choice([0.0, 1.0, 30.0])
-        what = self.draw.choice(["submit"] * 5 + ["again", "finish", "finish", "finish", "read", "snapshot", "blame",
-                                 "purge", "record", "gone", "next", "refuse", "use"])  # fmt: skip
+        what = self.draw.choice(
+            ["submit"] * 5
+            + [
+                "again",
+                "finish",
+                "finish",
+                "finish",
+                "read",
+                "snapshot",
+                "blame",
+                "purge",
+                "record",
+                "gone",
+                "next",
+                "refuse",
+                "use",
+            ]
+        )
         await getattr(self, f"_{what}")()
         if self.draw.random() < 0.3:
             await self.check()
@@ -567,7 +649,9 @@ class _Log:
 
     async def _submit(self, number: int | None = -1, refusal: str | None = None, record: bool = False) -> None:
         queue = self.draw.choice(self.queues) if not record else "s:sample:0"
-        kind: Any = "sample" if queue == "s:sample:0" else self.draw.choice(["forward", "optim_step", "load", "create", "save"])
+        kind: Any = (
+            "sample" if queue == "s:sample:0" else self.draw.choice(["forward", "optim_step", "load", "create", "save"])
+        )
         place = self.last[queue] if number == -1 else number
         if place is None:
             queue, kind = self.draw.choice(self.models), "unload"
@@ -586,22 +670,53 @@ class _Log:
 
         accepted, operation = await self.journal.submit(asked, also)
         covered = self.covered[queue]
-        wanted = place if place is not None else max(
-            [row["number"] for row in self.rows.values() if row["queue"] == queue] + [covered if covered is not None else -1],
-            default=-1) + 1  # fmt: skip
+        wanted = (
+            place
+            if place is not None
+            else max(
+                [row["number"] for row in self.rows.values() if row["queue"] == queue]
+                + [covered if covered is not None else -1],
+                default=-1,
+            )
+            + 1
+        )
         status = "failed" if refusal else "pending"
-        demand((operation.number, operation.status, operation.kind, operation.queue_id, operation.attempts, operation.tokens)
-               == (wanted, status, kind, queue, 0, 3), f"{operation}, not {wanted}")  # fmt: skip
+        demand(
+            (
+                operation.number,
+                operation.status,
+                operation.kind,
+                operation.queue_id,
+                operation.attempts,
+                operation.tokens,
+            )
+            == (wanted, status, kind, queue, 0, 3),
+            f"{operation}, not {wanted}",
+        )
         demand(accepted.fresh and bool(ran) is (refusal is None), "whether what goes with it was written")
         demand(operation.payload == (payload if status == "pending" else None), "its payload")
         self.last[queue] = max(self.last[queue], wanted + 1)
         where = None if refusal else "row" if len(payload) <= 40 else "file"
         self.rows[operation.id] = {
-            "id": operation.id, "request": accepted.request, "queue": queue, "number": wanted, "kind": kind, "status": status,
-            "payload": payload, "where": where, "asked": asked, "error": refusal, "category": "user" if refusal else None,
-            "attempts": 0, "created": self.clock.wall(), "finished": self.clock.wall() if refusal else None, "read": None,
-            "result": None, "dropped": False, "composition": None,
-        }  # fmt: skip
+            "id": operation.id,
+            "request": accepted.request,
+            "queue": queue,
+            "number": wanted,
+            "kind": kind,
+            "status": status,
+            "payload": payload,
+            "where": where,
+            "asked": asked,
+            "error": refusal,
+            "category": "user" if refusal else None,
+            "attempts": 0,
+            "created": self.clock.wall(),
+            "finished": self.clock.wall() if refusal else None,
+            "read": None,
+            "result": None,
+            "dropped": False,
+            "composition": None,
+        }
         if record:
             self.was_recorded[operation.id] = self.clock.wall()
 
@@ -643,8 +758,13 @@ class _Log:
         foreign = replace(row["asked"], tenant="bob")
         await refused(self.journal.submit(foreign), NotFound, "does not exist")
         covered = self.covered[row["queue"]]
-        if covered is not None and (missing := [number for number in range(covered + 1) if not any(
-                each["number"] == number and each["queue"] == row["queue"] for each in self.rows.values())]):  # fmt: skip
+        if covered is not None and (
+            missing := [
+                number
+                for number in range(covered + 1)
+                if not any(each["number"] == number and each["queue"] == row["queue"] for each in self.rows.values())
+            ]
+        ):
             old = Submission("ada", row["queue"], "forward", b"old", missing[-1])
             await refused(self.journal.submit(old), Gone, "has expired")
 
@@ -660,6 +780,7 @@ class _Log:
             elif how == "cancelled":
                 outcome = Outcome(row["id"], None, self.draw.choice([None, "nobody waits"]), cancelled=True)
             elif how == "refused":
+
                 def also(connection: Any) -> None:
                     raise BadRequest("there is no room")
 
@@ -681,7 +802,10 @@ class _Log:
                 demand(outcome.result == result and outcome.error is None, f"{outcome}")
             elif how == "refused":
                 row["error"], row["category"] = "there is no room", "user"
-                demand((outcome.error, outcome.category, outcome.result) == ("there is no room", "user", None), f"{outcome}")
+                demand(
+                    (outcome.error, outcome.category, outcome.result) == ("there is no room", "user", None),
+                    f"{outcome}",
+                )
             elif how == "failed":
                 row["error"], row["category"] = "it failed", "unknown"
             else:
@@ -694,7 +818,10 @@ class _Log:
         again = await self.journal.finish([Outcome(wanted[0][0]["id"], None, "too late")])
         told = (again[0].error is None, again[0].cancelled, again[0].error)
         first = wanted[0][0]
-        demand(told == (first["status"] == "done", first["status"] == "cancelled", first["error"]), f"it ended twice: {again}")
+        demand(
+            told == (first["status"] == "done", first["status"] == "cancelled", first["error"]),
+            f"it ended twice: {again}",
+        )
         await refused(self.journal.finish([Outcome(10**6, b"z" * 30)]), LookupError, "does not exist")
 
     async def _read(self) -> None:
@@ -755,12 +882,16 @@ class _Log:
         before = rows_of(self.store, "PRAGMA freelist_count")[0][0]
         done = await self.store.retention.purge(now)
         free = rows_of(self.store, "PRAGMA freelist_count")[0][0]
-        demand(free <= 1 and done.pages >= before - 1, f"{free} pages are free, {before} were, {done.pages} were given back")
+        demand(
+            free <= 1 and done.pages >= before - 1,
+            f"{free} pages are free, {before} were, {done.pages} were given back",
+        )
         self.was_recorded = {number: at for number, at in self.was_recorded.items() if at >= now - 300.0}
         results = payloads = gone = 0
         for number, row in list(self.rows.items()):
             over = (row["read"] is not None and row["read"] < now - 50.0) or (
-                row["finished"] is not None and row["finished"] < now - 500.0)  # fmt: skip
+                row["finished"] is not None and row["finished"] < now - 500.0
+            )
             if over and not row["dropped"] and number not in self.was_recorded:
                 row["dropped"], row["result"], row["error"] = True, None, None
                 results += 1
@@ -770,26 +901,50 @@ class _Log:
                 payloads += 1
         for number, row in list(self.rows.items()):
             covered = self.covered[row["queue"]]
-            free = row["queue"] not in self.models or self.status[row["queue"]] == "gone" or (
-                covered is not None and row["number"] <= covered)  # fmt: skip
+            free = (
+                row["queue"] not in self.models
+                or self.status[row["queue"]] == "gone"
+                or (covered is not None and row["number"] <= covered)
+            )
             old = row["finished"] is not None and row["finished"] < now - 7 * 86400.0
             if old and row["dropped"] and row["where"] is None and free:
                 del self.rows[number]
                 gone += 1
-        demand((done.results, done.payloads, done.operations) == (results, payloads, gone),
-               f"{done}, not {(results, payloads, gone)}")  # fmt: skip
+        demand(
+            (done.results, done.payloads, done.operations) == (results, payloads, gone),
+            f"{done}, not {(results, payloads, gone)}",
+        )
+        if before <= 1 and not (results or payloads or gone):
+            demand(done.pages == 0, f"{done.pages} pages were given back of {before}")
 
     async def check(self) -> None:
-        query = """SELECT id, request, tenant, lane, number, kind, tokens, status, attempts, error, category, dropped, created,
-            finished, read, epoch FROM operations"""
+        query = """SELECT id, request, tenant, lane, number, kind, tokens, status, attempts, error, category, dropped,
+            created, finished, read, epoch FROM operations"""
         epoch = self.store.journal.context.epoch
         rows = {row[0]: row[1:] for row in rows_of(self.store, query)}
         wanted = {
-            number: (row["request"], "ada", row["queue"], row["number"], row["kind"], 3, row["status"], row["attempts"],
-                     row["error"], row["category"], int(row["dropped"]), row["created"], row["finished"], row["read"], epoch)
+            number: (
+                row["request"],
+                "ada",
+                row["queue"],
+                row["number"],
+                row["kind"],
+                3,
+                row["status"],
+                row["attempts"],
+                row["error"],
+                row["category"],
+                int(row["dropped"]),
+                row["created"],
+                row["finished"],
+                row["read"],
+                epoch,
+            )
             for number, row in self.rows.items()
-        }  # fmt: skip
-        demand(rows == wanted, f"the log: {[each for each in rows.items() if wanted.get(each[0]) != each[1]]} of {wanted}")
+        }
+        demand(
+            rows == wanted, f"the log: {[each for each in rows.items() if wanted.get(each[0]) != each[1]]} of {wanted}"
+        )
         for table, key in (("payloads", "payload"), ("results", "result")):
             kept = {row[0]: bytes(row[1]) for row in rows_of(self.store, f"SELECT operation, data FROM {table}")}
             names = [row[0] for row in rows_of(self.store, f"SELECT {key} FROM operations WHERE {key} > ''")]
@@ -800,8 +955,11 @@ class _Log:
             if key == "payload":
                 own = {number: row["payload"] for number, row in self.rows.items() if row["where"] == "row"}
             else:
-                own = {number: row["result"] for number, row in self.rows.items()
-                       if row["result"] is not None and len(row["result"]) <= 40}  # fmt: skip
+                own = {
+                    number: row["result"]
+                    for number, row in self.rows.items()
+                    if row["result"] is not None and len(row["result"]) <= 40
+                }
             demand(kept == own, f"rows of {table}: {kept}, not {own}")
         for number, row in self.rows.items():
             if row["where"]:
@@ -819,9 +977,13 @@ class _Log:
             mine = sorted(row["number"] for row in self.rows.values() if row["queue"] == queue and row["number"] > 2)
             demand(after == mine, f"what came after in {queue}")
         sources = {
-            str(next(iter(json.loads(row["payload"]).values()), "")) for row in self.rows.values() if row["where"] == "row"
-            and (row["kind"] in ("load", "create") or (row["kind"] in ("sample", "save") and row["status"] == "pending"))
-        } - {""}  # fmt: skip
+            str(next(iter(json.loads(row["payload"]).values()), ""))
+            for row in self.rows.values()
+            if row["where"] == "row"
+            and (
+                row["kind"] in ("load", "create") or (row["kind"] in ("sample", "save") and row["status"] == "pending")
+            )
+        } - {""}
         snapshots = {row[0] for row in rows_of(self.store, "SELECT snapshot_folder FROM models") if row[0]}
         needed = await self.store.retention.referenced()
         demand(needed == snapshots | sources, f"{needed} are needed, not {snapshots | sources}")
