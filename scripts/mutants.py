@@ -1,46 +1,63 @@
 """Measure the simulation: make mutants of the store and the runtime, and count those that it finds.
 
 `python scripts/mutants.py --sample 150 --seeds 1000` draws mutants with a fixed seed; `--sample 0` runs all of them. A
-mutant is found when the simulation of a seed fails. Seeds that execute the mutated line run first. Mutants on
-lines that no simulation executes are reported and count as not found.
+mutant is found when the simulation of a seed fails. Seeds that execute the mutated function run first. Mutants that
+change nothing that is promised are excluded, by a rule (`RULES`) or by name with a reason (`EQUIVALENT`).
 """
 
 import argparse
 import ast
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
+import itertools
 import os
 import random
 import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
+
+from equivalent_mutants import EQUIVALENT
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "server" / "src"
 PACKAGES = ("store", "runtime")
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "server" / "tests" / "simulation")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "server" / "tests" / "simulation"), str(ROOT / "scripts")]
 
 SKIPPED = {
-    "twinkle_server/store/memory.py": "a journal for benchmarks, which no service uses",
-    "twinkle_server/store/migrations": "history; a test compares what migrations make with the tables",
-    "twinkle_server/store/tables.py": "declarations; a test compares them with the migrations",
+    "memory": "a journal for benchmarks, which no service uses",
+    "migrations": "history; a test compares what migrations make with the tables",
+    "tables": "declarations; a test compares them with the migrations",
 }
-"""Modules that are no part of the service that is simulated."""
+"""Modules and packages that are no part of the service that is simulated."""
 REPLACED = {
-    ("twinkle_server/runtime/supervision.py", "ChildProcess"): "the simulated engine takes its place",
-    ("twinkle_server/runtime/supervision.py", "is_stopped"): "reads the state of a real process",
-    ("twinkle_server/store/database.py", "_run"): "the loop of the writing thread, which does not run here",
-    ("twinkle_server/store/database.py", "_wake_writer"): "starts that thread",
-    ("twinkle_server/runtime/core.py", "_starter"): "starts that process",
+    "ChildProcess": "the simulated engine takes its place",
+    "is_stopped": "reads the state of a real process",
+    "SqliteDatabase._run": "the loop of the writing thread, which does not run here",
+    "SqliteDatabase._wake_writer": "starts that thread",
+    "_starter": "starts the engine's process",
 }
 """Code that a part of the simulation replaces; tests with real processes and threads cover it."""
+RULES = {
+    "log": "only what the log says differs",
+    "text": "only the length of a quotation in a message differs",
+    "hint": "the pause that a client is told differs by a second",
+    "limit": "a time limit or size that is a constant of a module differs by one",
+    "chore": "a chore is done a little more often or more seldom",
+}
+"""Kinds of mutants that change nothing that is promised."""
+SECONDS, PART_SECONDS = 15.0, 5.0
+"""CPU time after which a simulation, which takes about one second, or a part, which takes a tenth, counts as failed."""
+AGAIN = ("twinkle_server", "service_simulation", "ledger_engine")
+"""Packages that are imported anew for a mutant that is not of one function's code."""
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -55,18 +72,39 @@ class Mutant:
         path: of the module, below `server/src`.
         line: of the change.
         what: was changed.
-        text: of the whole module.
+        function: qualified name of the function or class around it; "" at the module's level.
+        source: text of the line.
+        place: of the change among all changes of the module.
+        rule: why changes of this kind change nothing that is promised; "" if no rule says so.
     """
 
     path: str
     line: int
     what: str
-    text: str
+    function: str
+    source: str
+    place: int
+    rule: str
 
     @property
     def name(self) -> str:
         """How it is called in reports."""
         return f"{self.path}:{self.line} {self.what}"
+
+    @property
+    def reason(self) -> str:
+        """Why nothing that is promised changes: a rule, or an entry of the table."""
+        if self.rule:
+            return self.rule
+        for entry in EQUIVALENT:
+            if entry.matches(self):
+                return entry.reason
+        return ""
+
+    def text(self) -> str:
+        """Return the changed module."""
+        tree = ast.parse((SOURCE / self.path).read_text("utf-8"))
+        return _apply(tree, next(itertools.islice(_changes_of(tree), self.place, None)).change)
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
@@ -161,26 +199,82 @@ def _parent_of(tree: ast.Module, wanted: ast.AST) -> tuple[Any, str, int | None]
     raise LookupError("the node is not in the tree")
 
 
-def _nodes(tree: ast.Module, path: str) -> Iterator[ast.AST]:
-    """Yield the nodes that may be changed: no annotations, no defaults of declarations, nothing that is replaced."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    node: ast.AST
+    function: str
+    rule: str
+    what: str
+    change: Any
 
-    def visit(node: ast.AST) -> Iterator[ast.AST]:
+
+def _changes_of(tree: ast.Module) -> Iterator[_Change]:
+    """Yield all changes of a module: not of annotations, of defaults of declarations, or of what is replaced."""
+
+    def visit(node: ast.AST, function: str, local: bool, rule: str, parent: ast.AST | None = None) -> Iterator[_Change]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if (path, node.name) in REPLACED:
-                return
-            for item in node.body:
-                yield from visit(item)
+            inner = function if local else f"{function}.{node.name}".lstrip(".")
+            if inner not in REPLACED:
+                for item in node.body:
+                    yield from visit(item, inner, local or not isinstance(node, ast.ClassDef), rule)
             return
         if isinstance(node, ast.AnnAssign):
             if node.value is not None:
-                yield from visit(node.value)
+                yield from visit(node.value, function, local, rule or _rule(node, function))
             return
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child)
+        rule = rule or _rule(node, function)
+        for what, change in changes(node):
+            yield _Change(node, function, rule or _rule_of_condition(node) or _rule_of_hint(node, parent), what, change)
+        for field, value in ast.iter_fields(node):
+            only_logs = field == "test" and _is_pure(value) and bool(_rule_of_condition(node))
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, function, local, RULES["log"] if only_logs else rule, node)
 
     for item in tree.body:
-        yield from visit(item)
+        yield from visit(item, "", False, "")
+
+
+def _rule(node: ast.AST, function: str) -> str:
+    """Return why no change of a node, or below it, matters; "" if no rule says so."""
+    if _is_log(node):
+        return RULES["log"]
+    if isinstance(node, ast.keyword) and node.arg == "retry_after":
+        return RULES["hint"]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.janitor.add":
+        return RULES["chore"]
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Subscript):
+        return RULES["text"]
+    if isinstance(node, ast.AnnAssign | ast.Assign) and not function and node.value is not None:
+        leaves = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+        if leaves and all(isinstance(each, int | float) for each in leaves):
+            return RULES["limit"]
+    return ""
+
+
+def _rule_of_condition(node: ast.AST) -> str:
+    if isinstance(node, ast.If) and not node.orelse and all(_is_log(each) for each in node.body):
+        return RULES["log"]
+    return ""
+
+
+def _rule_of_hint(node: ast.AST, parent: ast.AST | None) -> str:
+    called = parent.func if isinstance(node, ast.Constant) and isinstance(parent, ast.Call) else None
+    return RULES["hint"] if isinstance(called, ast.Name) and called.id == "Unavailable" else ""
+
+
+def _is_log(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    called = node.value.func
+    if isinstance(called, ast.Name) and called.id == "log_ended":
+        return True
+    name = called.value.id if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) else ""
+    return name.lower() in ("_log", "_engine_log")
+
+
+def _is_pure(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Call | ast.NamedExpr | ast.Await) for each in ast.walk(node))
 
 
 def mutants() -> list[Mutant]:
@@ -189,47 +283,113 @@ def mutants() -> list[Mutant]:
     for package in PACKAGES:
         for file in sorted((SOURCE / "twinkle_server" / package).rglob("*.py")):
             path = file.relative_to(SOURCE).as_posix()
-            if any(path.startswith(skipped) for skipped in SKIPPED):
+            if not SKIPPED.keys().isdisjoint(Path(path).with_suffix("").parts):
                 continue
-            tree = ast.parse(file.read_text("utf-8"))
-            for node in list(_nodes(tree, path)):
-                for what, change in changes(node):
-                    found.append(Mutant(path, getattr(node, "lineno", 0), what, _apply(tree, change)))
+            text = file.read_text("utf-8")
+            lines = text.splitlines()
+            for place, each in enumerate(_changes_of(ast.parse(text))):
+                line = getattr(each.node, "lineno", 0)
+                source = lines[line - 1].strip() if line else ""
+                found.append(Mutant(path, line, each.what, each.function, source, place, each.rule))
     return found
 
 
 class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports one module from the text of a mutant."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-        self._name = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    def __init__(self, path: str, text: str) -> None:
+        self._path, self._text = path, text
+        self._name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Find the module."""
         if fullname != self._name:
             return None
-        return importlib.util.spec_from_file_location(fullname, SOURCE / self._mutant.path, loader=self)  # type: ignore[arg-type]
+        return importlib.util.spec_from_file_location(fullname, SOURCE / self._path, loader=self)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> None:
         """Let the import system make the module."""
 
     def exec_module(self, module: Any) -> None:
         """Run the mutant's text."""
-        exec(compile(self._mutant.text, str(SOURCE / self._mutant.path), "exec"), vars(module))
+        exec(compile(self._text, str(SOURCE / self._path), "exec"), vars(module))
 
 
-def preload() -> None:
-    """Import what mutants share, and nothing of the service."""
-    import alembic.config  # noqa: F401
-    import fastapi  # noqa: F401
-    import google.protobuf.message  # noqa: F401
-    import numpy  # noqa: F401
-    import sqlalchemy.dialects.sqlite  # noqa: F401
-    import starlette.requests  # noqa: F401
-    import structlog  # noqa: F401
+class Functions:
+    """The functions of the service, which are in memory: most mutants replace the code of one of them.
 
-    import twinkle.engine  # noqa: F401
+    Attributes:
+        seeds: those that call a function, by file and qualified name.
+        parts: those that call it.
+    """
+
+    def __init__(self) -> None:
+        import service_simulation.simulation  # noqa: F401
+
+        self._of: dict[tuple[str, str], list[FunctionType]] = {}
+        self.seeds: dict[tuple[str, str], list[int]] = {}
+        self.parts: dict[tuple[str, str], set[str]] = {}
+        self._costs: dict[int, float] = {}
+        for each in gc.get_objects():
+            if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(SOURCE)):
+                self._of.setdefault((each.__code__.co_filename, each.__code__.co_qualname), []).append(each)
+
+    def replace(self, mutant: Mutant, text: str) -> bool:
+        """Replace the code of the function that differs; returns False where that cannot be done."""
+        file = str(SOURCE / mutant.path)
+        functions = self._of.get((file, mutant.function), [])
+        code = _find(compile(text, file, "exec"), mutant.function)
+        if code is None or len(functions) != 1 or functions[0].__code__.co_freevars != code.co_freevars:
+            return False
+        functions[0].__code__ = code
+        return True
+
+    def record(self, seeds: Sequence[int]) -> None:
+        """Note which functions the simulations of some seeds call."""
+        from service_simulation.parts import all_parts, drive
+        from service_simulation.simulation import simulate
+
+        for seed in seeds:
+            begin = time.process_time()
+            for called in _called(lambda seed=seed: simulate(seed)):
+                self.seeds.setdefault(called, []).append(seed)
+            self._costs[seed] = time.process_time() - begin
+        for part in all_parts():
+            for called in set().union(*(_called(lambda part=part, seed=seed: drive(part, seed)) for seed in range(3))):
+                self.parts.setdefault(called, set()).add(part.__name__)
+
+    def callers(self, mutant: Mutant) -> list[int]:
+        """Return the seeds that call the function of a mutant, those that take the least time first."""
+        return sorted(self.seeds.get((str(SOURCE / mutant.path), mutant.function), []), key=self._costs.__getitem__)
+
+
+def _called(work: Any) -> set[tuple[str, str]]:
+    """Return the functions of the store and the runtime that something calls, by file and qualified name."""
+    wanted = tuple(str(SOURCE / "twinkle_server" / package) for package in PACKAGES)
+    codes: set[CodeType] = set()
+
+    def trace(frame: Any, _event: str, _argument: Any) -> None:
+        codes.add(frame.f_code)
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return {
+        (code.co_filename, code.co_qualname.partition(".<locals>")[0])
+        for code in codes
+        if code.co_filename.startswith(wanted)
+    }
+
+
+def _find(code: CodeType, name: str) -> CodeType | None:
+    found = [each for each in code.co_consts if isinstance(each, CodeType)]
+    exact = [each for each in found if each.co_qualname == name]
+    if len(exact) == 1:
+        return exact[0]
+    inner = [each for each in found if name.startswith(f"{each.co_qualname}.")]
+    return _find(inner[0], name) if len(inner) == 1 else None
 
 
 def in_child(work: Any, seconds: float) -> tuple[str, int]:
@@ -254,17 +414,40 @@ def in_child(work: Any, seconds: float) -> tuple[str, int]:
     return words, status
 
 
-def hunt(mutant: Mutant, seeds: Sequence[int], seconds: float) -> str:
-    """Return how the simulation found a mutant; "" if it did not."""
+def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: int, seconds: float) -> str:
+    """Return how the simulation found a mutant; "" if it did not.
+
+    Args:
+        mutant: to be found.
+        functions: in memory.
+        seeds: of simulations.
+        of_parts: seeds of which the parts are driven first, where they call the function.
+        seconds: of CPU time for all of them.
+    """
+    text = mutant.text()
+    relevant = functions.parts.get((str(SOURCE / mutant.path), mutant.function), set())
 
     def work() -> str:
-        sys.meta_path.insert(0, Importer(mutant))
         try:
+            if not functions.replace(mutant, text):
+                for name in [name for name in sys.modules if name.partition(".")[0] in AGAIN]:
+                    del sys.modules[name]
+                sys.meta_path.insert(0, Importer(mutant.path, text))
+            from service_simulation import parts, world
             from service_simulation.simulation import simulate
         except Exception as error:
             return f"import: {error!r}"
+        for seed in range(of_parts):
+            for part in parts.parts_of(seed):
+                if part.__name__ in relevant or not mutant.function:
+                    signal.setitimer(signal.ITIMER_PROF, PART_SECONDS)
+                    try:
+                        parts.drive(part, seed)
+                    except BaseException as error:
+                        return f"seed {seed}, {part.__name__}: {type(error).__name__}: {str(error)[:200]}"
+        world.forget_template()
         for seed in seeds:
-            signal.alarm(60)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
             try:
                 simulate(seed)
             except BaseException as error:
@@ -277,46 +460,12 @@ def hunt(mutant: Mutant, seeds: Sequence[int], seconds: float) -> str:
     return words or f"the process ended with status {status}"
 
 
-def lines_of(seeds: Sequence[int]) -> dict[str, dict[int, list[int]]]:
-    """Return which seeds execute which lines of which module; made once, in a child."""
-
-    def work() -> str:
-        import threading
-
-        current: set[tuple[str, int]] = set()
-        wanted = tuple(str(SOURCE / "twinkle_server" / package) for package in PACKAGES)
-
-        def local(frame: Any, event: str, _argument: Any) -> Any:
-            if event == "line":
-                current.add((frame.f_code.co_filename, frame.f_lineno))
-            return local
-
-        def trace(frame: Any, _event: str, _argument: Any) -> Any:
-            return local if frame.f_code.co_filename.startswith(wanted) else None
-
-        threading.settrace(trace)
-        sys.settrace(trace)
-        from service_simulation.simulation import simulate
-
-        found: dict[str, dict[int, list[int]]] = {}
-        for seed in (-1, *seeds):
-            if seed >= 0:
-                simulate(seed)
-            for file, line in current:
-                path = Path(file).relative_to(SOURCE).as_posix()
-                found.setdefault(path, {}).setdefault(line, []).append(seed)
-            current.clear()
-        LINES.write_text(json.dumps(found))
-        return "done"
-
-    words, status = in_child(work, 3600)
-    if words != "done":
-        raise SystemExit(f"the lines of simulations could not be read: {words} {status}")
-    read = json.loads(LINES.read_text())
-    return {path: {int(line): seeds for line, seeds in lines.items()} for path, lines in read.items()}
-
-
-LINES = ROOT / ".mutant-lines.json"
+def check_table(every: Sequence[Mutant]) -> None:
+    """Demand that each entry of the table excludes something that no rule excludes."""
+    idle = [entry for entry in EQUIVALENT if not any(entry.matches(each) for each in every if not each.rule)]
+    if idle:
+        lines = "\n".join(f"{entry.function}: {entry.source!r} {entry.what!r}" for entry in idle)
+        raise SystemExit(f"entries of EQUIVALENT that match no mutant:\n{lines}")
 
 
 def main() -> int:
@@ -325,33 +474,46 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=150, help="mutants to draw; 0 is all")
     parser.add_argument("--draw", type=int, default=15, help="seed of the draw")
     parser.add_argument("--seeds", type=int, default=1000, help="simulations of each mutant")
-    parser.add_argument("--lines", type=int, default=60, help="simulations of which the lines are recorded")
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--parts", type=int, default=200, help="seeds of which only the parts are driven, at first")
+    parser.add_argument("--lines", type=int, default=40, help="simulations of which the called functions are recorded")
+    parser.add_argument("--only", default="", help="mutants whose name or function contains this")
     parser.add_argument("--list", action="store_true", help="list mutants and run none")
     parser.add_argument("--seconds", type=float, default=3600.0, help="CPU time of the simulations of one mutant")
     options = parser.parse_args()
-    chosen = [mutant for mutant in mutants() if options.only in mutant.name]
-    total = len(chosen)
-    if options.sample and options.sample < total:
-        chosen = random.Random(options.draw).sample(chosen, options.sample)
-    print(f"{total} mutants, of which {len(chosen)} run", flush=True)
+    every = mutants()
+    check_table(every)
+    drawn = [each for each in every if options.only in f"{each.name} {each.function}"]
+    if options.sample and options.sample < len(drawn):
+        drawn = random.Random(options.draw).sample(drawn, options.sample)
+    reasons = Counter("rule" if each.rule else "table" if each.reason else "" for each in drawn)
+    chosen = [each for each in drawn if not each.reason]  # in the order of the draw: the first ones are a sample, too
+    print(
+        f"{len(every)} mutants; {len(drawn)} drawn, of which rules exclude {reasons['rule']} and the table "
+        f"{reasons['table']}; {len(chosen)} run",
+        flush=True,
+    )
     if options.list:
-        print("\n".join(mutant.name for mutant in chosen))
+        for each in sorted(drawn, key=lambda each: each.name):
+            print(f"{each.name} [{each.function}] {each.source!r} {each.reason and '= ' + each.reason}")
         return 0
-    preload()
-    lines = lines_of(range(options.lines))
-    survivors, begin = [], time.monotonic()
-    for place, mutant in enumerate(sorted(chosen, key=lambda each: each.name)):
-        executed = lines.get(mutant.path, {}).get(mutant.line, [])
-        first = [seed for seed in executed if seed >= 0]
+    functions = Functions()
+    functions.record(range(options.lines))
+    survivors: list[str] = []
+    begin, used = time.monotonic(), time.process_time()
+    for number, mutant in enumerate(chosen, 1):
+        first = functions.callers(mutant)
         rest = [seed for seed in range(options.seeds) if seed not in set(first)]
-        found = hunt(mutant, [*first, *rest], options.seconds) if executed else ""
+        found = hunt(mutant, functions, [*first, *rest][: options.seeds], options.parts, options.seconds)
         if not found:
-            survivors.append(mutant.name)
-        never = "" if executed else " (no simulation executes it)"
-        print(f"{place + 1:4} {'found' if found else 'SURVIVED' + never:9} {mutant.name}  {found[:160]!r}", flush=True)
+            survivors.append(f"{mutant.name} [{mutant.function}] {mutant.source!r}")
+        never = "" if first or not mutant.function else " (no simulation calls it)"
+        print(f"{number:4} {'found' if found else 'SURVIVED' + never:9} {mutant.name}  {found[:160]!r}", flush=True)
     share = 1 - len(survivors) / len(chosen)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found: {share:.1%}, in {time.monotonic() - begin:.0f} s")
+    cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{len(chosen) - len(survivors)} of {len(chosen)} found: {share:.1%}, in {time.monotonic() - begin:.0f} s, "
+        f"{cpu.ru_utime + cpu.ru_stime + time.process_time() - used:.0f} s of CPU time"
+    )
     print("\n".join(["not found:", *survivors]))
     return share < 0.95
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from server_runtime import SOON, Database, Plan, World, answer, applied, ask, within
 
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Outcome
 from twinkle_server.runtime.queues import ModelQueue
 from twinkle_server.settings import Limits, Times
@@ -100,6 +102,26 @@ def test_a_queue_agrees_with_no_snapshot_of_what_is_to_be_done_again() -> None:
         assert [queue.agrees_with(number) for number in (4, 5, 6)] == [True, False, False]
         await queue.trust()
         assert queue.agrees_with(6)
+
+    within(SOON, scenario)
+
+
+def test_a_snapshot_of_a_model_that_was_taken_back_is_not_recorded() -> None:
+    async def scenario() -> None:
+        runtime = await World().runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        done = await ask(runtime, 1, "optim_step")
+        await answer(runtime, done.request)
+        (queue,) = runtime.dispatcher.queues.values()
+        assert queue.postpone("memory is lacking") == []
+        late = {"queue_id": queue.name, "number": 1, "folder": "snapshots/late", "digest": "", "size": 1}
+        runtime._events.snapshotted(Message(messages.SNAPSHOTTED, late))  # sent before the engine was told
+        queue.resume()
+        await runtime.outcomes.flush()
+        newest = await runtime._journal.snapshot(queue.name)
+        assert newest is None or newest.folder != "snapshots/late"
+        assert not runtime.unrecorded
+        await runtime.close()
 
     within(SOON, scenario)
 

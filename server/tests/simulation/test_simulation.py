@@ -3,21 +3,35 @@
 import random
 import sqlite3
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import pytest
 from service_simulation.disk import _mixed
+from service_simulation.parts import Part, all_parts, drive
 from service_simulation.reference import Event, History, Violation
-from service_simulation.simulation import simulate
+from service_simulation.simulation import Report, simulate
 
-FEW = 24
+FEW = 20
 """Seeds of which `make test` runs the simulation; `make soak` runs `MANY` others."""
 MANY = 3000
 
 
+@cache
+def history(seed: int) -> tuple[Report, str]:
+    """Return the report of a seed's simulation, and its trace."""
+    lines: list[str] = []
+    return simulate(seed, lines.append), "\n".join(lines)
+
+
 @pytest.mark.parametrize("seed", range(FEW))
 def test_the_service_keeps_its_promises_under_faults(seed: int) -> None:
-    assert simulate(seed).operations > 0
+    assert history(seed)[0].operations > 0
+
+
+@pytest.mark.parametrize("part", all_parts(), ids=lambda part: part.__name__)
+def test_a_part_of_the_service_does_what_its_model_does(part: Part) -> None:
+    drive(part, 0)
 
 
 @pytest.mark.soak
@@ -29,18 +43,13 @@ def test_the_service_keeps_its_promises_under_faults_of_many_kinds(first: int) -
 
 
 def test_a_seed_gives_the_same_history_again() -> None:
-    lines: list[list[str]] = [[], []]
-    reports = [simulate(5, each.append) for each in lines]
-    assert lines[0] == lines[1]
-    assert reports[0] == reports[1]
-    assert simulate(6).fingerprint != reports[0].fingerprint
+    lines: list[str] = []
+    assert (simulate(7, lines.append), "\n".join(lines)) == history(7)
+    assert history(3)[0].fingerprint != history(7)[0].fingerprint
 
 
 def test_faults_of_all_kinds_happen_in_few_seeds() -> None:
-    lines: list[str] = []
-    for seed in range(12):
-        simulate(seed, lines.append)
-    text = "\n".join(lines)
+    text = "\n".join(history(seed)[1] for seed in range(12))
     for what in ("service dies", "engine dies", "disk full", "the wall clock is set", "everything stood still", "stop"):
         assert what in text, what
 

@@ -10,7 +10,8 @@ import orjson
 from service_simulation.checks import snapshot_of
 from service_simulation.clients import Client, Trainer
 from service_simulation.disk import SimulatedDatabase
-from service_simulation.reference import Source, demand
+from service_simulation.reference import Event, Source, demand
+from service_simulation.virtual import run_as
 from service_simulation.world import World
 
 from twinkle_server.errors import BadRequest, NotFound, StoreError
@@ -131,6 +132,12 @@ async def change_checkpoints(world: World, clients: list[Client], draw: random.R
     trainer.paths.discard(path)
     trainer.saved.remove((path, source))
     await asyncio.sleep(130.0)  # upkeep sweeps
+    assert world.life is not None
+    if (service := world.life.service) is not None and draw.random() < 0.5:
+        service._upkeep._is_full = lambda: True  # type: ignore[method-assign]
+        await asyncio.sleep(15.0)
+        demand((await service.status())["trash"]["entries"] == 0, "the disk is full, and the trash is not emptied")
+        del service._upkeep._is_full
     await look_at_lists(world, clients, draw)
 
 
@@ -139,12 +146,20 @@ async def _from(client: Client, path: str, source: Source) -> None:
     trainer = Trainer(client, len(client.models))
     client.world.trainers.append(trainer)
     if await trainer.create(path, source):
+        ends = client.world.clock.now + 60.0
+        while (model := await _store(client.world).models.get(client.tenant, trainer.id)).snapshot is None:
+            demand(client.world.clock.now < ends, f"no snapshot covers what {trainer.id} was made from")
+            await asyncio.sleep(1.0)
+        demand(model.status == "live", f"{trainer.id} is {model.status}")
         await trainer.read()
 
 
 async def let_expire(world: World, clients: list[Client], draw: random.Random) -> None:
     """Be silent until every session has expired; models are kept and can be worked with, samplers are not."""
     silent = [client for client in clients if not client.finished]
+    for trainer in world.trainers:
+        if not trainer.gone:
+            await trainer.read()  # so that the engine has it
     for client in silent:
         client.finished = True
     await asyncio.sleep(1000.0)
@@ -163,7 +178,8 @@ async def let_expire(world: World, clients: list[Client], draw: random.Random) -
         if not trainer.gone:
             model = await store.models.get(trainer.client.tenant, trainer.id)
             demand(model.status == "detached" and model.detached is not None, f"{trainer.id} is {model.status}")
-            demand(model.snapshot is not None or not trainer.changed, f"{trainer.id} has no snapshot")
+            needless = not trainer.changed or bool(world.planned.refuse)  # what is not in the engine needs none
+            demand(model.snapshot is not None or needless, f"{trainer.id} has no snapshot")
     for client in clients:
         for sampler in await store.samplers.of_session(client.tenant, client.session):
             demand(sampler.ended is not None, f"{sampler.id} has not ended")
@@ -174,6 +190,8 @@ async def grow_old(world: World, clients: list[Client], draw: random.Random) -> 
     if draw.random() < 0.5:
         await let_expire(world, clients, draw)
     kept_run = all(client.finished for client in clients)
+    if kept_run:
+        await asyncio.sleep(200.0)  # until all are detached
     world.clock.offset += AGE
     await asyncio.sleep(130.0)
     for client in clients:
@@ -247,12 +265,15 @@ async def finish(world: World, clients: list[Client], draw: random.Random) -> No
     if client.finished:
         return
     alive = [trainer for trainer in client.models if not trainer.gone]
+    count = draw.choice([0, 1, 3])
     async with asyncio.TaskGroup() as tasks:
         for trainer in alive:
             trainer.history.excuses = (*trainer.history.excuses, "session was finished")
-            for _ in range(draw.choice([0, 1, 3])):
+            for _ in range(count):
                 tasks.create_task(trainer.train())
         await asyncio.sleep(draw.choice([0.0, 0.01, 0.1]))
+        service = world.life.service if world.life is not None else None
+        known = not count and service is not None and all(trainer.id in service.dispatcher.queues for trainer in alive)
         await client.finish()
     await client.finish()
     demand((await client.ask("/session_heartbeat", {"session_id": client.session})).status == 410, "it has not ended")
@@ -260,8 +281,16 @@ async def finish(world: World, clients: list[Client], draw: random.Random) -> No
     for sampler in samplers[:1]:
         body = {"prompt": {"chunks": []}, "sampling_session_id": sampler.id, "seq_id": 10**6}
         demand((await client.ask("/asample", body)).status == 410, "a sampler of a finished session samples")
+    await asyncio.sleep(25.0 if known else 150.0)  # a chore detaches those that were not in memory, or came later
+    for trainer in alive:
+        model = await _store(world).models.get(trainer.client.tenant, trainer.id)
+        demand(model.status == "detached" and model.detached is not None, f"{trainer.id} is {model.status}")
+        demand(world.clock.wall() - model.detached < 200.0, f"{trainer.id} is detached since {model.detached}")
     for trainer in alive:
         await trainer.read()
+        await asyncio.sleep(1.0)
+        model = await _store(world).models.get(trainer.client.tenant, trainer.id)
+        demand(model.status == "live" and model.detached is None, f"{trainer.id} is {model.status}, and was read")
 
 
 async def unload(world: World, clients: list[Client], draw: random.Random) -> None:
@@ -272,6 +301,11 @@ async def unload(world: World, clients: list[Client], draw: random.Random) -> No
         await trainer.unload()
         model = await _store(world).models.get(trainer.client.tenant, trainer.id)
         demand((model.status, model.snapshot) == ("gone", None), f"{trainer.id} was unloaded: {model}")
+        demand(model.reason == "it was unloaded", f"{trainer.id} is gone: {model.reason}")
+        if draw.random() < 0.5:
+            await world.stop()
+            answer = await trainer.client.ask("/optim_step", {"model_id": trainer.id, "seq_id": trainer.following})
+            demand(answer.status == 410, f"{trainer.id} was unloaded, and answers {answer}")
 
 
 async def open_twice(world: World, clients: list[Client], draw: random.Random) -> None:
@@ -300,6 +334,14 @@ async def open_twice(world: World, clients: list[Client], draw: random.Random) -
             assert world.life.service is not None
             demand(not world.life.service.healthy() and world.life.service.lost.is_set(), "it does not know")
             demand(not world.life.service.ready()[0], "it is ready")
+            service = world.life.service
+            again = await client.ask_once("/optim_step", body)
+            demand((again.status, again.headers.get("retry-after")) == (503, "30.0"), f"it takes operations: {again}")
+            demand(
+                "another process serves" in str(again.json()) and "another process" in service.ready()[1]["store"],
+                "why",
+            )
+            demand(service.dispatcher.stopped, "it goes on sending")
         world.kill_service("it lost the lease")
         world.expects_loss = False
     else:
@@ -405,7 +447,106 @@ async def look_at_status(world: World, clients: list[Client], draw: random.Rando
     demand(sum(status["sessions"].values()) == len(clients), f"{status['sessions']}")
     demand(sum(status["models"].values()) >= len(world.trainers), f"{status['models']}")
     demand(service.queue_state("x") == ("active", None), f"{service.queue_state('x')}")
+    counts = status["engine_restarts"], status["queues"]
+    demand(counts == (service.supervisor.restarts, len(service.dispatcher.queues)), f"{status}")
+    began = service.runtime_status._began
+    demand(abs(status["up_seconds"] - (world.clock.wall() - began)) < 0.2, f"{status}")
+    info = service.info
+    demand((info.name, info.tokenizer) == ("ledger/model", world.settings.tokenizer or info.tokenizer), f"{info}")
+    demand(
+        info.context > 0 and info.vocabulary > 0 and status["paths"] == [dict(each) for each in info.paths], f"{info}"
+    )
+    demand(service.healthy() and not service.lost.is_set(), "it is lost")
     demand(all(service.queued(client.tenant) == 0 for client in clients), "operations are queued")
+
+
+async def fill_up(world: World, clients: list[Client], draw: random.Random) -> None:
+    """Wait behind a missing number until the limit of waiting operations is reached; repetitions are still answered."""
+    alive = [trainer for client in clients if not client.finished for trainer in client.models if not trainer.gone]
+    assert world.life is not None
+    service = world.life.service
+    limit = world.settings.limits.queued
+    if not alive or limit > 100 or service is None:
+        return
+    trainer = draw.choice(alive)
+    client, first = trainer.client, trainer.following
+    while service.queued(client.tenant):
+        await asyncio.sleep(1.0)
+    requests, began = [], world.clock.now
+    for number in range(first + 1, first + 1 + limit):
+        body = {"model_id": trainer.id, "seq_id": number, "adam_params": {}}
+        answer = await client.ask_once("/optim_step", body)
+        demand(answer.status == 200, f"operation {number - first} of {limit}: {answer}")
+        requests.append(answer.json()["request_id"])
+    demand(service.queued(client.tenant) == limit, f"{service.queued(client.tenant)} wait")
+    body = {"model_id": trainer.id, "seq_id": first + 1 + limit, "adam_params": {}}
+    answer = await client.ask_once("/optim_step", body)
+    demand(
+        answer.status == 429 and f"you have {limit} (limit {limit})" in str(answer.json()), f"over the limit: {answer}"
+    )
+    again = await client.ask_once("/optim_step", {**body, "seq_id": first + 1})
+    demand(again.status == 200 and again.json()["request_id"] == requests[0], f"a repetition at the limit: {again}")
+    await asyncio.sleep(max(0.0, began + 5.0 - world.clock.now))
+    waiting = await client.ask_once("/retrieve_future", {"request_id": requests[0]})
+    told = waiting.json()
+    demand(told["type"] == "try_again" and told["queue_state"] == "paused_capacity"
+           and f"number {first} of this model has not arrived; {limit} wait for it since" in told["queue_state_reason"],
+           f"{told}")  # fmt: skip
+    await client.post("/cancel_future", {"request_id": requests[-1]})
+    cancelled = await client.result(requests[-1])
+    demand(cancelled.json() == {"error": "the request was cancelled", "category": "user"}, f"{cancelled}")
+    demand(service.queued(client.tenant) == limit - 1, f"{service.queued(client.tenant)} wait after one was cancelled")
+    first_event = trainer.history.add(Event(first, "step"))
+    for place, request in enumerate(requests):
+        event = trainer.history.add(Event(first + 1 + place, "step", request=request))
+        event.ending = "cancelled" if request == requests[-1] else None
+    trainer.skip(limit + 1)
+    await trainer.submit_step(first_event)
+    for place, request in enumerate(requests[:-1]):
+        trainer.take(trainer.history.events[first + 1 + place], await client.result(request))
+    await trainer.read()
+
+
+async def stop_slowly(world: World, clients: list[Client], draw: random.Random) -> None:
+    """End the service while somebody waits: who waits is let go, what is new is refused, and all goes on afterwards."""
+    alive = [trainer for client in clients if not client.finished for trainer in client.models if not trainer.gone]
+    life = world.life
+    assert life is not None
+    if not alive or life.service is None:
+        return
+    trainer, service = draw.choice(alive), life.service
+    number = trainer.following + 1
+    body = {"model_id": trainer.id, "seq_id": number, "adam_params": {}}
+    request = (await trainer.client.post("/optim_step", body))["request_id"]
+    waiting = asyncio.create_task(trainer.client.ask_once("/retrieve_future", {"request_id": request}))
+    await asyncio.sleep(1.0)
+    demand(service.futures.polls == 1, f"{service.futures.polls} wait")
+    draining = asyncio.create_task(run_as(life.process, service.drain()))
+    began = world.clock.now
+    await asyncio.sleep(0.001)
+    refused = await trainer.client.ask_once("/optim_step", {**body, "seq_id": number - 1})
+    demand(refused.status == 503 and "going down" in str(refused.json()), f"a service that ends: {refused}")
+    demand(refused.headers.get("retry-after") == "5.0", f"a service that ends: {refused}")
+    state, reason = service.queue_state(trainer.id)
+    demand(state == "paused_capacity" and "going down" in str(reason), f"{state}: {reason}")
+    demand(not service.ready()[0] and service.ready()[1]["draining"] and service.healthy(), f"{service.ready()}")
+    await asyncio.wait([draining])
+    demand(world.clock.now - began < world.settings.times.drain + 25.0, "the end takes too long")
+    told = (await waiting).json()
+    demand(told["type"] == "try_again" and world.clock.now - began < 45.0, f"who waits is not let go: {told}")
+    demand(not service.futures.polls, "somebody waits for a service that ends")
+    await run_as(life.process, service.drain())
+    for each in alive:
+        model = await _store(world).models.get(each.client.tenant, each.id)
+        needless = not each.changed or bool(world.planned.refuse)
+        demand(model.snapshot is not None or needless, f"{each.id} has no snapshot at the end")
+    await world.stop()
+    event = trainer.history.add(Event(number - 1, "step"))
+    later = trainer.history.add(Event(number, "step", request=request))
+    trainer.skip(2)
+    await trainer.submit_step(event)
+    trainer.take(later, await trainer.client.result(request))
+    await trainer.read()
 
 
 def _store(world: World) -> Store:
@@ -420,6 +561,8 @@ ACTS: tuple[Act, ...] = (
     change_checkpoints,
     ask_for_others,
     keep_records,
+    fill_up,
+    stop_slowly,
     unload,
     finish,
     open_twice,

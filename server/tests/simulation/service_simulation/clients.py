@@ -126,6 +126,7 @@ class Client:
             "sampling_params": {"max_tokens": most}, "sampling_session_id": sampler, "seq_id": next(self._numbers),
             "record_stability_info": record,
         }  # fmt: skip
+        self.world.samples += 1
         return str((await self.post("/asample", body))["request_id"])
 
     async def sampler_of(self, path: str) -> str:
@@ -175,6 +176,14 @@ class Trainer:
     def changed(self) -> bool:
         """Whether anything was done with it."""
         return any(event.ending == "done" for event in self.history.events.values())
+
+    def skip(self, count: int) -> None:
+        """Note that so many numbers were used in another way."""
+        self._following += count
+
+    async def submit_step(self, event: Event) -> None:
+        """Ask for a step that is noted already."""
+        await self._submit(event, "/optim_step", {"model_id": self.id, "seq_id": event.number, "adam_params": {}})
 
     # Operations
 
@@ -306,9 +315,10 @@ class Trainer:
             event.request = made["request_id"]
             if event.kind in ("train", "step", "read") and self.draw.random() < 0.03:
                 await self.client.post("/cancel_future", {"request_id": event.request})
-            self._take(event, await self.client.result(event.request))
+            self.take(event, await self.client.result(event.request))
 
-    def _take(self, event: Event, answer: Answer) -> None:
+    def take(self, event: Event, answer: Answer) -> None:
+        """Note how an operation ended."""
         if answer.is_message:
             event.ending = "done"
             if event.kind == "read":

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -119,6 +120,13 @@ class SimulatedEngine:
         self.process = Process("engine")
         self.draw, self._slow, self._died = draw, slow, died
         self.last_words = ""
+        self.sent: Counter[str] = Counter()
+        self.under_way: set[int] = set()
+        self.replayed: set[int] = set()
+        self.sizes = 0
+        self.failed = False
+        self.suspects: Callable[[int, bool], None] = lambda number, alone: None
+        self.cleared: Callable[[int], None] = lambda number: None
         self.wake = asyncio.Event()
         self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._arrival = self._departure = 0.0
@@ -171,8 +179,22 @@ class SimulatedEngine:
     def send(self, message: Message) -> None:
         """Send a message to the service; one that was sent arrives although the engine dies."""
         if self.process.alive:
+            self._count(message)
             self._departure = self._soon(self._departure)
             self._deliver(_copied(message))
+
+    def _count(self, message: Message) -> None:
+        """Note what the service must know."""
+        self.sent[message.type] += 1
+        if message.type == messages.BEGIN:
+            self.under_way = set(message.head["ids"])
+        elif message.type == messages.DONE:
+            self.under_way.discard(message.head["id"])
+            if message.head["id"] in self.replayed and message.head.get("error") is None:
+                self.cleared(message.head["id"])
+            self.failed = self.failed or message.head.get("error") is not None
+        elif message.type == messages.SNAPSHOTTED:
+            self.sizes += message.head["size"]
 
     def _deliver(self, message: Message | None) -> None:
         """Let the service have a message; only the end of the service's process prevents that."""
@@ -192,6 +214,10 @@ class SimulatedEngine:
 
     def _arrive(self, message: Message) -> None:
         if self.process.alive:
+            if message.type == messages.RUN:
+                if message.head["replay"]:
+                    self.replayed.add(message.head["id"])
+                self.suspects(message.head["id"], message.head["alone"])
             self.host.receive(message)
             self.wake.set()
 

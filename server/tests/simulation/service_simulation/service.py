@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from service_simulation.virtual import PROCESS, Process
 from starlette.requests import Request
 
 from twinkle_server.application import PREFIX, tinker_routes
+from twinkle_server.engine import messages
 from twinkle_server.errors import Busy, ServiceError
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
@@ -79,36 +81,57 @@ class Call:
     quotas: Mapping[str, float] = field(default_factory=dict)
 
 
-class _Figures:
-    """Counts usage and nothing else."""
+class Counted:
+    """What a life of the service counted.
+
+    Attributes:
+        usage: of tenants.
+        endings: of operations, by kind, ending and tenant: how many, and their tokens.
+        seconds: that they took.
+        engine: messages of the engine about models, and about passes, by name.
+        sizes: bytes of snapshots.
+        replays: operations that were repeated.
+        deaths: of engines, by reason.
+        gauges: functions that say how much there is of something.
+    """
 
     def __init__(self, usage: UsageLog) -> None:
-        self._usage = usage
+        self.usage = usage
+        self.endings: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self.seconds: list[float] = []
+        self.engine: Counter[str] = Counter()
+        self.sizes = self.replays = 0
+        self.deaths: Counter[str] = Counter()
+        self.gauges: dict[str, Callable[[], float]] = {}
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
         if outcome == "done":
-            self._usage.add(kind, tokens, tenant)
+            self.usage.add(kind, tokens, tenant)
+        count, total = self.endings.get((kind, outcome, tenant), (0, 0))
+        self.endings[kind, outcome, tenant] = count + 1, total + tokens
+        self.seconds.append(seconds)
 
     def passed(self, head: Mapping[str, Any]) -> None:
-        pass
+        self.engine[messages.PASSED] += 1
 
     def restored(self) -> None:
-        pass
+        self.engine[messages.RESTORED] += 1
 
     def detached(self) -> None:
-        pass
+        self.engine[messages.DETACHED] += 1
 
     def replayed(self, count: int = 1) -> None:
-        pass
+        self.replays += count
 
     def restarted(self, reason: str) -> None:
-        pass
+        self.deaths[reason] += 1
 
     def snapshotted(self, size: int) -> None:
-        pass
+        self.engine[messages.SNAPSHOTTED] += 1
+        self.sizes += size
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        pass
+        self.gauges[name] = read
 
 
 class Life:
@@ -117,6 +140,12 @@ class Life:
     Args:
         settings: of the service.
         start_child: starts an engine.
+
+    Attributes:
+        counted: what it counted.
+        refused: engines that could not be started.
+        hung: engines that the service killed.
+        engines: all that were started.
     """
 
     def __init__(self, settings: Settings, start_child: StartChild) -> None:
@@ -127,6 +156,9 @@ class Life:
         self.store: Store | None = None
         self.service: Service | None = None
         self.usage: UsageLog | None = None
+        self.counted: Counted | None = None
+        self.refused = self.hung = 0
+        self.engines: list[Any] = []
         self._start_child = start_child
 
     @property
@@ -139,7 +171,8 @@ class Life:
         settings = self.settings
         self.store = open_store(settings.data, limits=settings.limits, times=settings.times, database=SimulatedDatabase)
         self.usage = UsageLog(self.store.usage)
-        self.service = Service(settings, self.store, _Figures(self.usage), self._start_child)
+        self.counted = Counted(self.usage)
+        self.service = Service(settings, self.store, self.counted, self._start_child)
         self.service.janitor.add("usage", _FLUSH, self.usage.flush)
         await self.service.start()
         state = AppState(Limited(self.service, Meter(self.service.queued)), self.store, settings)

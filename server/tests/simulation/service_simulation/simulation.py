@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service_simulation.acts import ACTS, look_at_status
-from service_simulation.checks import check_directory, check_idle
+from service_simulation.checks import check_books, check_counts, check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
+from service_simulation.parts import drive_parts
 from service_simulation.reference import Violation, demand
 from service_simulation.virtual import run_as
 from service_simulation.world import World, world_of
@@ -47,13 +48,14 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, size: int = 
     Raises:
         Violation: the service broke a promise.
     """
+    drive_parts(seed)
     with world_of(seed, trace) as world:
         try:
             world.loop.run_until_complete(_Simulation(world, size).run())
         except BaseExceptionGroup as group:
             raise _first_of(group) from group
         demand(not world.problems, f"seed {seed}: {world.problems[:3]}")
-        operations = sum(len(trainer.history.events) for trainer in world.trainers)
+        operations = sum(len(trainer.history.events) for trainer in world.trainers) + world.samples
         return Report(
             seed, world.fingerprint(), operations, world.requests, world.starts, world.deaths, world.clock.now - 1000.0
         )
@@ -75,6 +77,7 @@ class _Simulation:
     async def run(self) -> None:
         """Let it all happen."""
         world = self._world
+        world.look = check_books
         alive = asyncio.create_task(world.keep_alive())
         disturbing = asyncio.create_task(world.disturb())
         working = asyncio.create_task(self._work())
@@ -149,6 +152,9 @@ class _Simulation:
         world = self._world
         await check_idle(world)
         await look_at_status(world, self._clients, self._draw)
+        await asyncio.sleep(40.0)
+        await check_idle(world)
+        await check_counts(world)
         await world.stop()
         await self._settle()
         for trainer in world.trainers:

@@ -24,6 +24,14 @@ class Deadlock(Exception):
     """Nothing is ready and no timer is set, but the simulation has not ended."""
 
 
+class Still(random.Random):
+    """Random numbers of which delays are made: none."""
+
+    def random(self) -> float:
+        """Return 0."""
+        return 0.0
+
+
 class Process:
     """A process of the simulation: the tasks and timers that end when it is killed.
 

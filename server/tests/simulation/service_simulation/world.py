@@ -8,6 +8,7 @@ import logging
 import random
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from unittest import mock
 import structlog
 from service_simulation.disk import Disk, SimulatedDatabase, Torn, Unwritable, crash, remove, shared_engine, use_disk
 from service_simulation.engine import SimulatedEngine
-from service_simulation.service import Answer, Call, Life
+from service_simulation.service import Answer, Call, Counted, Life
 from service_simulation.virtual import PROCESS, Clock, Killed, VirtualLoop, replaced_modules, run_as
 
 from twinkle_server import failpoints
@@ -92,6 +93,11 @@ class Faults:
         )  # fmt: skip
 
 
+def forget_template() -> None:
+    """Make the database of the next simulation anew."""
+    _templates.clear()
+
+
 class Lost(ConnectionError):
     """A request that got no answer."""
 
@@ -112,7 +118,12 @@ class World:
         kills: of the service.
         stops: of the service while clients worked.
         requests: that reached the service.
+        samples: sampling operations that clients asked for.
+        look: called at some requests, to check what must hold at any moment.
         problems: what must not be.
+        suspects: operations that were under way when an engine died, and the life of the service.
+        blamed: how often, where they were not repeated.
+        counted: what each life counted.
         aged: results were thrown away because they were too old.
         all_gone: nothing of any model is kept.
         expects_loss: the lease was taken away.
@@ -141,8 +152,12 @@ class World:
         self._tokens = itertools.count(1000)
         self.life: Life | None = None
         self.engine: SimulatedEngine | None = None
-        self.deaths = self.kills = self.stops = self.requests = self.starts = 0
+        self.look: Callable[[Life], None] = lambda life: None
+        self.deaths = self.kills = self.stops = self.requests = self.starts = self.samples = 0
         self.problems: list[str] = []
+        self.suspects: dict[int, Life] = {}
+        self.blamed: Counter[int] = Counter()
+        self.counted: list[Counted] = []
         self.aged = self.all_gone = self.expects_loss = False
         self._torn: Torn | None = None
         self._up = asyncio.Event()
@@ -210,6 +225,8 @@ class World:
         self.note(f"start {self.starts}")
         try:
             await run_as(life.process, life.start())
+            if life.counted is not None:
+                self.counted.append(life.counted)
         except (Killed, asyncio.CancelledError):
             if life.process.alive:
                 raise
@@ -242,10 +259,16 @@ class World:
 
     async def _start_engine(self, first: bool) -> SimulatedEngine:
         if not first and self.chance.random() < self.faults.kill_engine:
+            if self.life is not None:
+                self.life.refused += 1
             raise OSError(12, "Cannot allocate memory")
         faults, settings = self.faults, replace(self.settings, data=self._data)
         engine = SimulatedEngine(settings, self.engines, faults.slow, faults.scarce, self._died)
         self.engine = engine
+        if self.life is not None:
+            self.life.engines.append(engine)
+        engine.suspects = self._suspect
+        engine.cleared = lambda operation: self.suspects.pop(operation, None) and None
         await asyncio.sleep(self.engines.random())
         process = PROCESS.set(engine.process)
         try:
@@ -261,12 +284,29 @@ class World:
         found = ("twice while", "died twice") if self.deaths >= 2 else ()
         if self.planned.full or self.planned.scarce:
             found += ("The service's disk failed", "not enough memory", "not enough memory for this operation")
+        if self.settings.limits.queued < 10:  # its request may be turned away for as long as numbers may be missing
+            found += ("did not arrive within 30",)
         if self.planned.refuse:
             found += ("the result could not be written",)
         return found
 
+    def _suspect(self, operation: int, alone: bool) -> None:
+        """Check that what was under way when an engine died runs alone, and nothing else does."""
+        if alone and operation not in self.suspects and operation not in self.blamed:
+            self.problem(f"operation {operation} runs alone")
+        if not alone and self.suspects.get(operation) is self.life:
+            self.problem(f"operation {operation} killed an engine, and runs with others")
+
     def _died(self, why: str) -> None:
         self.deaths += 1
+        life, engine = self.life, self.engine
+        if life is not None and engine is not None and life.answering:
+            life.hung += why == "killed by the service"
+            known = life.service.dispatcher.in_flight if life.service is not None else {}
+            for operation in engine.under_way & known.keys():  # else it was cancelled or taken back
+                self.suspects[operation] = life
+                if operation not in engine.replayed:
+                    self.blamed[operation] += 1
         self.note(f"engine dies: {why}")
 
     def kill_engine(self, why: str) -> None:
@@ -356,8 +396,8 @@ class World:
             raise OSError(28, "No space left on device")
 
     def refuses(self, outcome: Outcome) -> bool:
-        """Return whether the log cannot hold the result of an operation that only reads; always the same ones."""
-        if outcome.result is None or outcome.result.startswith(b"{") or outcome.composition is not None:
+        """Return whether the log cannot hold the result of a pass or a sampling request; always the same ones."""
+        if outcome.result is None or outcome.result.startswith(b"{"):
             return False
         return zlib.crc32(f"{self.seed} {outcome.operation}".encode()) / 2**32 < self.faults.refuse
 
@@ -416,6 +456,8 @@ class World:
             raise Lost("nothing listens")
         answering = life.serve(call)
         self.requests += 1
+        if self.requests % 6 == 0:
+            self.look(life)
         await asyncio.wait([answering])  # the end of its process cancels it
         if answering.cancelled() or isinstance(answering.exception(), Killed):
             raise Lost("the connection broke")
