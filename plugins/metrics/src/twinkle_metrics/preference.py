@@ -30,7 +30,7 @@ class DPOMetric(Metric):
     Args:
         device_mesh: the mesh of the model.
         process_group: the ranks to gather over.
-        ignore_index: a label that is not trained, beside -100.
+        ignore_index: a label that is not trained, in addition to -100.
         beta: scale of the rewards, above 0; give the loss's.
 
     Raises:
@@ -47,7 +47,7 @@ class DPOMetric(Metric):
         self.reset()
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Take in `outputs["logps"]` `[B, T]` and the reference that the loss was given.
+        """Add the values of `outputs["logps"]` `[B, T]` and of the reference of the loss.
 
         Args:
             inputs: `labels` int64 `[B, T]`, B even; optional `loss_scale`.
@@ -115,7 +115,7 @@ class DPOMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._sums: dict[str, Any] = {}
 
 

@@ -66,7 +66,7 @@ def one_by_one(case: RewardCase) -> None:
         (score,) = call(case.build(), [row], arguments)
         require(
             math.isclose(score, together[place], rel_tol=1e-6, abs_tol=1e-6),
-            f"trajectory {place} gets {together[place]} among {len(together)} and {score} alone; a reward that is meant "
+            f"trajectory {place} gets {together[place]} among {len(together)} and {score} alone; a reward meant "
             'to compare them gives skip={"one_by_one": "..."} in its example',
         )
 
