@@ -130,7 +130,7 @@ def _list_components(kind: str, as_json: bool) -> None:
 
 
 def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
-    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered.
+    """Return one plugin as in `plugins list --json`; `kinds` maps a kind to names of components.
 
     `lacks` are requirements of its components that are not installed.
     """
@@ -163,7 +163,7 @@ def reason_with_lines(record: "PluginRecord") -> str:
 
 
 def _in_one_line(reason: str) -> str:
-    """Return a text whose problems stand on lines of their own as one line: `file: 2 problems: this; that`."""
+    """Return a text with one problem per line as a single line: `file: 2 problems: this; that`."""
     head, *problems = [" ".join(line.split()) for line in reason.splitlines()]
     return f"{head}: {'; '.join(problems)}" if problems else head
 

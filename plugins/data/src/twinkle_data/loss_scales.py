@@ -30,7 +30,7 @@ class RoleLossScale(LossScale):
 
 
 class LastRoundLossScale(LossScale):
-    """Trains what the assistant says after the last user message, its tool calls and what follows them included.
+    """Trains the assistant's turns after the last user message, including tool calls and the turns after them.
 
     Args:
         earlier: the weight of the assistant's turns before that.

@@ -22,7 +22,7 @@ def torch_module(model: Any) -> Any:
     """Return the `torch.nn.Module` that is meant: the object itself, or what it has as `model`.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: `model` is not and does not have a `torch.nn.Module`.
     """
     from torch import nn
 

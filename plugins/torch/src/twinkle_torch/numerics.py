@@ -209,7 +209,7 @@ most 1.4 units, float32 against float64 4.7 units (SmolLM2-135M, AMD with AVX2);
 MEAN_FACTOR = 4.0
 """Largest root mean square of the differences of all tokens, in the same units."""
 _SHARP = 0.05
-"""A bound that allows more than this relative difference cannot tell a leak from rounding."""
+"""A bound above this relative difference cannot distinguish a leak from rounding."""
 _ROUTED_SHARE = 0.75
 """Share of tokens within the bound where tokens choose experts: rounding may send one to another expert."""
 
@@ -381,7 +381,7 @@ class _Trial(Generic[Given]):
                 ours, reference = self.fast(self.given), self.plain(self.given)
                 wide = self._measure(ours, reference, moves=bool(found.moved.any()))
                 wide.rounding = measured_rounding(lambda: self.fast(self.given), draws=1, first=ours)
-        except _ERRORS as error:  # for want of memory too: the path is off, and the model can be used without it
+        except _ERRORS as error:  # also out of memory: the path is off, and the model can be used without it
             why = f"{found.fault}, which does not tell a fault from rounding, and it does not run in float64: {error}"
             return found.evidence(self.path, "undecided", why)
         if not wide.within:

@@ -91,7 +91,7 @@ class RowWriter:
             raise
 
     def discard(self) -> None:
-        """Forget everything; nothing remains on disk."""
+        """Close and remove the file."""
         if os.getpid() == self._owner:
             self._file.close()
             self._work.unlink(missing_ok=True)
