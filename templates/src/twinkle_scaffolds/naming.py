@@ -40,7 +40,7 @@ def check_name(name: str) -> str:
         ArgumentError: the name is not valid; the message says why and suggests the nearest valid name.
     """
     if not _NAME.fullmatch(name):
-        raise ArgumentError(f"{name!r} is no name for a plugin: {_hint(name)}")
+        raise ArgumentError(f"{name!r} is not a valid plugin name: {_hint(name)}")
     if len(name) > MAX_LENGTH:
         raise ArgumentError(f"{name!r} has {len(name)} characters; a name has at most {MAX_LENGTH}")
     package = name.replace("-", "_")

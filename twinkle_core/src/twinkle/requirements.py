@@ -37,7 +37,7 @@ def _missing(requirements: tuple[str, ...]) -> "list[MissingRequirement]":
 
     for text in requirements:
         if not isinstance(text, str):
-            raise ArgumentError(f"{text!r} is no requirement; give a text such as 'torch>=2.6'")
+            raise ArgumentError(f"{text!r} is not a requirement; give a text such as 'torch>=2.6'")
     try:
         return missing_requirements(ComponentSpec("package", "", "", requires=requirements))
     except ManifestError as error:

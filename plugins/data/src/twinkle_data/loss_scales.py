@@ -157,7 +157,7 @@ def _compiled(text: Any) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, TypeError) as error:
-        raise ArgumentError(f"PatternLossScale: {text!r} is no regular expression: {error}") from error
+        raise ArgumentError(f"PatternLossScale: {text!r} is not a regular expression: {error}") from error
 
 
 def _checked(what: str, weight: Any) -> float:

@@ -29,7 +29,7 @@ def torch_module(model: Any) -> Any:
     for found in (model, getattr(model, "model", None)):
         if isinstance(found, nn.Module):
             return found
-    raise ArgumentError(f"kernelize: {type(model).__name__} is no torch.nn.Module and has none as its .model")
+    raise ArgumentError(f"kernelize: {type(model).__name__} is not a torch.nn.Module and has none as its .model")
 
 
 def layer_class(layer: Any) -> type:

@@ -34,7 +34,7 @@ def check_mapping(mapping: Any) -> dict[Key, Any]:
                 raise ArgumentError(f"kernelize: {key_name(key)}: an empty dict names no device; there are {DEVICES}")
             for device in value:
                 if device not in DEVICES:
-                    raise ArgumentError(f"kernelize: {key_name(key)}: {device!r} is no device; {_nearest(device)}")
+                    raise ArgumentError(f"kernelize: {key_name(key)}: {device!r} is not a device; {_nearest(device)}")
     return dict(mapping)
 
 

@@ -68,7 +68,7 @@ class DPOMetric(Metric):
         where = Trained.of(inputs, logps, self.ignore_index, self)
         counts = torch.tensor(where.counts, device=logps.device)
         if len(counts) % 2:
-            raise ArgumentError(f"DPOMetric: the batch has {len(counts)} rows, which are no pairs [chosen, rejected]")
+            raise ArgumentError(f"DPOMetric: the batch has {len(counts)} rows, which are not pairs [chosen, rejected]")
         pairs = (counts[0::2] > 0) & (counts[1::2] > 0)
         sums = {"logps/{}": _weighed(where, logps.detach(), inputs)}
         reference = self._reference(where, logps.detach(), inputs, kwargs)

@@ -40,7 +40,7 @@ def notifiers_of_environment() -> list[Notifier]:
     try:
         value = json.loads(text)
     except ValueError:  # its message would show the secret value, and so would a chained error
-        raise SettingsError(f"{VARIABLE} is no JSON; {_FORM}") from None
+        raise SettingsError(f"{VARIABLE} is not JSON; {_FORM}") from None
     several = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) for one in several):
         raise SettingsError(f"{VARIABLE} holds something else than JSON objects; {_FORM}")

@@ -92,7 +92,7 @@ class Patch:
         """
         original = getattr(owner, name, None)
         if not callable(original):
-            raise ArgumentError(f"{type(self).__name__}: {slots.symbol_of(owner, name)} is no function to wrap")
+            raise ArgumentError(f"{type(self).__name__}: {slots.symbol_of(owner, name)} is not a function to wrap")
         record.claim(self, owner, name, new=_around(owner, name, original, around))
 
     def edit(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:

@@ -57,7 +57,7 @@ def remote_class(execute: Execute = "all") -> Callable[[C], C]:
 
     def mark(cls: C) -> C:
         if not isinstance(cls, type):
-            raise ArgumentError(f"@remote_class() marks classes; {cls!r} is none, use @remote_function() for functions")
+            raise ArgumentError(f"@remote_class() requires a class, got {cls!r}; use @remote_function() for functions")
         already = hasattr(cls, _MARK)
         setattr(cls, _MARK, RemoteClass(execute))
         if not already:
@@ -99,7 +99,7 @@ def remote_function(
 
     def mark(function: F) -> F:
         if not callable(function):
-            raise ArgumentError(f"@remote_function() marks functions; {function!r} is none")
+            raise ArgumentError(f"@remote_function() requires a function, got {function!r}")
         function = explains_calls(function)
         setattr(function, _MARK, spec)
         return function

@@ -158,7 +158,7 @@ class OpenAI(API):
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise APIError(f"{self.host} answered with something that is no JSON object: {self._shown(response)}")
+            raise APIError(f"{self.host} answered with something that is not a JSON object: {self._shown(response)}")
         return answer
 
     def _shown(self, response: Any) -> str:

@@ -68,7 +68,7 @@ class ToolManager:
         """
         built = tool if isinstance(tool, Tool) else registry().build(tool, "tool")
         if not callable(getattr(built, "tool_info", None)):
-            raise ArgumentError(f"{built!r:.80} is no tool: it has no tool_info(); subclass twinkle.tool.Tool")
+            raise ArgumentError(f"{built!r:.80} is not a tool: it has no tool_info(); subclass twinkle.tool.Tool")
         try:
             name = str(built.tool_info()["function"]["name"]) if name is None else name
         except (KeyError, TypeError) as error:

@@ -101,7 +101,7 @@ def arrived_version(
 def check_config(config: Any, what: str) -> None:
     """Refuse a configuration that is not only low-rank terms of linear layers."""
     if not isinstance(config, LoraConfig):
-        raise Unsupported(f"{what} is no LoRA but {type(config).__name__}")
+        raise Unsupported(f"{what} is not a LoRA but {type(config).__name__}")
     if beyond := [name for name in _BEYOND if getattr(config, name, None)] or ["bias"] * (config.bias != "none"):
         raise Unsupported(f"{what} has {', '.join(beyond)}")
 
@@ -170,7 +170,7 @@ def _names(shapes: Mapping[str, list[int]], what: str) -> list[str]:
     for key in shapes:
         match = _KEY.match(key)
         if match is None:
-            raise Unsupported(f"{what} has {key}, which is no low-rank term of a linear layer")
+            raise Unsupported(f"{what} has {key}, which is not a low-rank term of a linear layer")
         found.setdefault(match[1], set()).add(match[2])
     if half := sorted(name for name, kinds in found.items() if len(kinds) != 2):
         raise CheckpointError(f"{what} has one of the two matrices of {half[0]}; the file is damaged")

@@ -275,7 +275,7 @@ class SharedModel(Source):
                 "save it and sample from the folder, or use a mesh without fsdp"
             )
         if not hasattr(module, "get_input_embeddings"):
-            raise ArgumentError(f"model holds a {type(module).__name__}, which is no language model of transformers")
+            raise ArgumentError(f"model holds a {type(module).__name__}, which is not a language model of transformers")
         return module
 
     @property
