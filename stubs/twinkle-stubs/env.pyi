@@ -14,7 +14,7 @@ __all__ = ["Env", "StepResult"]
 
 @dataclass
 class StepResult:
-    """What an environment answers: text, reward, whether the episode is over, and anything else."""
+    """The result of a step: text, reward, whether the episode is over, and further information."""
 
     observation: str = ""
     reward: float = 0.0
@@ -23,7 +23,7 @@ class StepResult:
 
 
 class Env(ABC):
-    """A world that a model acts in by calling tools."""
+    """An environment that a model acts in by calling tools."""
 
     @abstractmethod
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
@@ -38,10 +38,10 @@ class Env(ABC):
         """Return the tools that act on this environment."""
 
     def evaluate(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
-        """Score finished trajectories; an environment that rewards steps only need not define it."""
+        """Score finished trajectories; optional for an environment that gives rewards for steps."""
         raise NotImplementedError(f"{type(self).__name__} scores steps only: it defines no evaluate()")
 
-    def close(self) -> None:  # noqa: B027 - most environments hold nothing
+    def close(self) -> None:  # noqa: B027 - most environments have nothing to release
         """Release what the environment holds; by default nothing."""
 
 

@@ -11,14 +11,14 @@ __all__ = ["DataFilter", "Filter"]
 
 
 class Filter(ABC):
-    """Decides row by row what stays in a data set."""
+    """Decides for each row whether it stays in a data set."""
 
     @abstractmethod
     def __call__(self, row: Mapping[str, Any]) -> bool:
         """Return True to keep `row`."""
 
     def reset(self) -> None:
-        """Forget the rows seen so far, for filters that remember any; data sets call it when a pass begins."""
+        """Clear the state of filters that remember rows; data sets call it when a pass begins."""
         return
 
 

@@ -13,11 +13,11 @@ class Kernel(Protocol):
     """A faster form of a layer's forward or of a function, with the same numbers.
 
     A subclass of `torch.nn.Module` replaces the forward of a layer: its `forward` runs with the parameters, buffers,
-    submodules and attributes of the layer that it replaces, and its `__init__` never runs. Any other class is built
-    without arguments and called: in place of a function with the function's arguments, in place of a layer's forward
-    with the layer first.
+    submodules and attributes of the replaced layer, and its `__init__` never runs. Any other class is built without
+    arguments and called with the arguments of the replaced function; to replace the forward of a layer, it gets the
+    layer as first argument.
 
-    A kernel may say on which devices it runs, in a class attribute: `devices = ("cuda",)`. Without one it runs on all.
+    The class attribute `devices`, such as `devices = ("cuda",)`, limits a kernel to some devices; the default is all.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

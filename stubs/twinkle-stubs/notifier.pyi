@@ -16,33 +16,33 @@ _SECRET_NAMES = ("secret", "token", "password", "key", "url", "webhook", "header
 
 
 class Notifier(ABC):
-    """Tells people about a run. It must never break the run, and never print a secret.
+    """Sends messages about a run. It must never raise into the run, and never print a secret.
 
-    `repr` shows the arguments of `to_dict` with a mask in place of the secret ones: those whose name has `secret`,
-    `token`, `password`, `key`, `url`, `webhook`, `header` or `credential` in it, also in a dict among them.
+    `repr` shows the arguments of `to_dict` and masks secrets. An argument is secret if its name contains `secret`,
+    `token`, `password`, `key`, `url`, `webhook`, `header` or `credential`; keys of nested dicts count too.
     """
 
     @abstractmethod
     def __call__(self, message: str) -> None:
-        """Deliver `message`, or log why not; whatever goes wrong, it raises nothing."""
+        """Deliver `message`. On failure, log the reason; never raise."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` needs to build this notifier in another process.
+        """Return the arguments from which `from_dict` builds this notifier in another process.
 
-        Plain values (JSON), and the secrets are among them: do not print or store it without removing them. With a key
-        `type` (any text that names a notifier) `Notifier.from_dict` builds it; without one only its own class does.
+        The values are JSON data and include the secrets: remove these before you print or store the dict. If it has a
+        key `type` (the name of a notifier), `Notifier.from_dict` can build it; otherwise only its own class can.
         """
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a notifier from what `to_dict` returned.
 
-        `Notifier.from_dict` looks the class up by the key `type`, which may be any form of component argument; on a
-        class of its own, `type` may be left out.
+        `Notifier.from_dict` finds the class by the key `type`, in any form of component argument. If you call
+        `from_dict` of a subclass, `type` is optional.
 
         Raises:
-            ArgumentError: there is no `type`, it names another class than this one, or an argument does not fit.
+            ArgumentError: `type` is missing or names another class, or an argument is wrong.
             ComponentNotFound: no plugin offers what `type` names.
         """
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
@@ -54,7 +54,7 @@ class Notifier(ABC):
 
     @classmethod
     def _from_dict_impl(cls, arguments: dict[str, Any]) -> Self:
-        """Build this class from its arguments; override it where they are not those of the constructor."""
+        """Build this class from its arguments; override it if they are not those of the constructor."""
         from twinkle_registry import check_keywords
 
         check_keywords(cls, arguments, what=f"notifier {cls.__name__!r}")
@@ -83,9 +83,9 @@ class Notifier(ABC):
 
 
 def secrets_of(notifier: Notifier) -> list[str]:
-    """Return the secret texts of a notifier, longest first; of an address, its long parts as well.
+    """Return the secret texts of a notifier, longest first, with the long parts of addresses.
 
-    Texts of under 4 letters are left out: they stand everywhere.
+    Texts of fewer than 4 characters are left out, because they occur everywhere.
     """
     secrets = {part for text in _secrets("", notifier.to_dict()) for part in (text, *_parts(text)) if len(part) >= 4}
     return sorted(secrets, key=len, reverse=True)
@@ -109,7 +109,7 @@ def _masked(name: str, value: Any) -> Any:
 
 
 def _secrets(name: str, value: Any) -> Iterator[str]:
-    """Yield the texts below `value` that stand under the name of a secret."""
+    """Yield the texts in `value` whose key is the name of a secret."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets(name if _hides(name) else str(key), item)
@@ -121,7 +121,7 @@ def _secrets(name: str, value: Any) -> Iterator[str]:
 
 
 def _parts(address: str) -> list[str]:
-    """Return what of an address is long enough to be a token: a service may repeat it in its answer."""
+    """Return the parts of an address that are long enough to be tokens: a service may repeat them in its answer."""
     beyond_host = address.partition("://")[2].partition("/")[2]
     return [part for part in re.split(r"[/?&=#]", beyond_host) if len(part) >= 12]
 

@@ -11,10 +11,10 @@ __all__ = ["ProcessorLike"]
 
 @runtime_checkable
 class ProcessorLike(Protocol):
-    """Collates encoded rows into one batch of tensors; a function will do."""
+    """Collates encoded rows into one batch of tensors; a function with this signature is a processor too."""
 
     def __call__(self, inputs: Any, **kwargs: Any) -> InputFeature:
-        """Return the batch of `inputs`: one row, a list of rows, or a batch that was collated before."""
+        """Return the batch of `inputs`: one row, a list of rows, or a batch that is already collated."""
 
 
 

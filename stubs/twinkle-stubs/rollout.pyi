@@ -12,7 +12,7 @@ __all__ = ["Rollout"]
 
 
 class Rollout(ABC):
-    """Plays trajectories out, turn by turn, until each one ends."""
+    """Continues trajectories turn by turn until each one ends."""
 
     @abstractmethod
     def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[Trajectory]:

@@ -15,15 +15,15 @@ __all__ = ["Tracker"]
 
 
 class Tracker:
-    """Records a run. Its methods *are* lifecycle hooks: while a run lasts its trackers are attached as plugins.
+    """Records a run. Its methods are lifecycle hooks: during a run its trackers are attached as plugins.
 
-    A subclass overrides what it needs and marks it with `twinkle_registry.hookimpl`. An error in one tracker is logged
-    and never stops the run.
+    A subclass overrides the methods that it needs and decorates them with `twinkle_registry.hookimpl`. An error in a
+    tracker is logged and does not stop the run.
     """
 
     @hookimpl
     def twinkle_run_start(self, run: "Run") -> None:
-        """Open what is needed; `run.folder` exists."""
+        """Open files or connections; `run.folder` exists."""
 
     @hookimpl
     def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
@@ -31,15 +31,15 @@ class Tracker:
 
     @hookimpl
     def twinkle_checkpoint_saved(self, run: "Run", path: Path, step: int) -> None:
-        """Record that a checkpoint stands at `path`."""
+        """Record that a checkpoint was written to `path`."""
 
     @hookimpl
     def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Record why the run ends."""
+        """Record the error that ended the run."""
 
     @hookimpl
     def twinkle_run_end(self, run: "Run") -> None:
-        """Close what was opened."""
+        """Close files and connections."""
 
 
 

@@ -62,7 +62,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path) -> None:
     running = subprocess.Popen(argv, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     seen = _until(ours, b"distribution called")
-    assert b"What do you write?" not in seen, "the kind was given"
+    assert b"Which kind of component" not in seen, "the kind was given"
     os.write(ours, b"acme-asked\r")
     seen = _until(ours, b"next: ")
     assert running.wait(timeout=60) == 0, seen

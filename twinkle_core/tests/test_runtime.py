@@ -323,7 +323,7 @@ def test_functions_may_dispatch_and_collect() -> None:
 def test_a_decorator_without_brackets_says_so() -> None:
     with pytest.raises(ArgumentError, match="with brackets"):
         remote_class(Empty)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="marks classes"):
+    with pytest.raises(ArgumentError, match="requires a class"):
         remote_class()(len)  # type: ignore[type-var]
 
 

@@ -216,7 +216,7 @@ def test_what_is_wrong_is_not_asked_again_and_the_key_is_never_shown(
 )
 def test_an_answer_that_is_none_is_an_error(client: Client, answer: Any) -> None:
     api, _ = client(lambda body, number: (200, answer))
-    with pytest.raises(APIError, match=r"no JSON object|without choices"):
+    with pytest.raises(APIError, match=r"not a JSON object|without choices"):
         api(ask("hi")[0])
 
 

@@ -231,7 +231,7 @@ def test_limits_are_checked(options: dict[str, Any]) -> None:
 def test_what_is_no_list_of_tools_is_refused() -> None:
     with pytest.raises(ArgumentError, match="give a list of tools"):
         ToolManager(CalculatorTool())  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="print> is no tool"):
+    with pytest.raises(ArgumentError, match="print> is not a tool"):
         ToolManager([print])  # type: ignore[list-item]
     nameless = Does(print)
     nameless.tool_info = lambda: {"type": "function"}  # type: ignore[method-assign]

@@ -64,7 +64,7 @@ def test_a_failing_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
     unsaveable = Dataset(DatasetMeta(data=[{"a": b"\xff"}] * 3))
-    with pytest.raises(DataError, match=r"a row holds something that is no JSON.*save it as parquet"):
+    with pytest.raises(DataError, match=r"a row has a value that is not JSON.*save it as parquet"):
         unsaveable.save_as(path, batch_size=1)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -139,7 +139,7 @@ def test_words_that_a_tool_call_repeats_are_weighted_where_they_are_said() -> No
         (lambda: TurnLossScale({}, rest=-1), "rest is -1"),
         (lambda: MessageWeightLossScale("1"), "default is '1'"),
         (lambda: ReasoningLossScale(answer=None), "answer is None"),
-        (lambda: PatternLossScale({"(": 1}), r"'\(' is no regular expression: missing \)"),
+        (lambda: PatternLossScale({"(": 1}), r"'\(' is not a regular expression: missing \)"),
         (lambda: PatternLossScale("a"), "patterns is 'a'; give a dict of expressions and weights"),
         (lambda: PatternLossScale({}), "patterns is {}"),
         (

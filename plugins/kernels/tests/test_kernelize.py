@@ -377,7 +377,7 @@ def test_compiled_models_run_their_kernels() -> None:
         ({3: Negative}, "neither a torch.nn.Module class nor a dotted path"),
         ({Called: Negative}, "neither a torch.nn.Module class nor a dotted path"),
         ({Scale: {}}, "names no device"),
-        ({Scale: {"gpu": Negative}}, "'gpu' is no device"),
+        ({Scale: {"gpu": Negative}}, "'gpu' is not a device"),
         ({Scale: 3}, "3 is no kernel"),
         ({Scale: {"cpu": {"cpu": Negative}}}, "is no kernel"),
         ({Scale: object}, "neither a torch.nn.Module class nor defines __call__"),
@@ -403,5 +403,5 @@ def test_a_name_that_no_plugin_offers_is_refused() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"dict is no torch\.nn\.Module"):
+    with pytest.raises(ArgumentError, match=r"dict is not a torch\.nn\.Module"):
         kernelize({}, {})

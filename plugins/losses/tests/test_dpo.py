@@ -197,7 +197,7 @@ def test_no_trained_token_counts_nothing_and_keeps_the_graph() -> None:
             {"ref_chosen_logps": [1.0] * 8, "ref_rejected_logps": [1.0] * 4},
             r"ref_chosen_logps has the shape \[8\], the batch has 4 pairs",
         ),
-        ({}, {"ref_chosen_logps": [1.0] * 4, "ref_rejected_logps": ["x"] * 4}, "ref_rejected_logps are no numbers"),
+        ({}, {"ref_chosen_logps": [1.0] * 4, "ref_rejected_logps": ["x"] * 4}, "ref_rejected_logps are not numbers"),
         ({}, {"ref_logps": torch.full((8, 6), math.nan)}, "ref_logps of row 0 holds nan at a trained token"),
         ({}, {"ref_logps": torch.full((8, 6), -math.inf)}, "ref_logps of row 0 holds -inf at a trained token"),
         (
@@ -226,7 +226,7 @@ def test_the_reference_of_a_pair_that_trains_nothing_may_be_no_number() -> None:
 def test_rows_that_are_no_pairs_are_refused() -> None:
     inputs, logps, ref = batch()
     odd: Any = {"labels": inputs["labels"][:3]}
-    with pytest.raises(ArgumentError, match="the batch has 3 rows, which are no pairs"):
+    with pytest.raises(ArgumentError, match="the batch has 3 rows, which are not pairs"):
         DPOLoss()(odd, {"logps": logps[:3]}, ref_logps=ref[:3])
     inputs["labels"][3] = -100
     with pytest.raises(DataError, match="row 3 of the batch has no trained token, but the other row of its pair has"):

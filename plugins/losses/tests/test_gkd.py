@@ -307,7 +307,7 @@ LOGPS, IDS = torch.full((ROWS, WIDTH, 2), -2.0), torch.tensor([0, 1]).expand(ROW
         ({"teacher_logits": [torch.zeros(2, VOCABULARY)] * ROWS}, "teacher_logits of row 0 has 2 numbers; give 3"),
         ({"teacher_logits": [torch.zeros(5, 7)] * 3}, "teacher_logits have 3 entries, the batch 4 rows"),
         ({"teacher_logits": 3}, "teacher_logits have a int, the batch 4 rows"),
-        ({"teacher_logits": [["x"]] * ROWS}, "teacher_logits of row 0 are no table of numbers"),
+        ({"teacher_logits": [["x"]] * ROWS}, "teacher_logits of row 0 are not a table of numbers"),
         ({**WHOLE, "topk": VOCABULARY + 1}, "topk=8; it must be a whole number from 1 to the vocabulary's size, 7"),
         ({**WHOLE, "topk": 0}, "topk=0; it must be"),
         ({"teacher_topk_logprobs": LOGPS, "teacher_topk_indices": IDS, "topk": 2}, "topk=2 cuts teacher_logits"),

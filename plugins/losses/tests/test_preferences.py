@@ -183,7 +183,7 @@ def test_no_trained_token_counts_nothing_and_keeps_the_graph(made: Any) -> None:
 @pytest.mark.parametrize("made", LOSSES)
 def test_rows_that_are_no_pairs_are_refused(made: Any) -> None:
     inputs, logps = batch()
-    with pytest.raises(ArgumentError, match=f"{made.__name__}: the batch has 3 rows, which are no pairs"):
+    with pytest.raises(ArgumentError, match=f"{made.__name__}: the batch has 3 rows, which are not pairs"):
         made()({"labels": inputs["labels"][:3]}, {"logps": logps[:3]})
     inputs["labels"][3] = -100
     with pytest.raises(DataError, match="row 3 of the batch has no trained token, but the other row of its pair has"):

@@ -80,7 +80,7 @@ def test_passes_that_have_no_pairs_for_it_are_left_out_and_odd_rows_refused() ->
     metric.accumulate({"labels": torch.tensor([1, 0])}, {"embeddings": torch.ones(2, 3)})
     metric.accumulate({"labels": torch.full((2, 5), -100)}, {"logps": logps[:2]}, ref_logps=ref[:2])
     assert metric.calculate() == {}
-    with pytest.raises(ArgumentError, match="DPOMetric: the batch has 3 rows, which are no pairs"):
+    with pytest.raises(ArgumentError, match="DPOMetric: the batch has 3 rows, which are not pairs"):
         metric.accumulate({"labels": inputs["labels"][:3]}, {"logps": logps[:3]})
     sums = {"ref_chosen_logps": [0.0] * 2, "ref_rejected_logps": [0.0]}
     with pytest.raises(

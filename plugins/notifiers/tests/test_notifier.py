@@ -93,7 +93,7 @@ def test_plain_data_that_is_no_notifier_is_refused_without_its_values(values: An
 
 
 def test_a_class_builds_no_other_class() -> None:
-    with pytest.raises(ArgumentError, match=r"'SlackNotifier' is no class that Kept.from_dict can build"):
+    with pytest.raises(ArgumentError, match=r"'SlackNotifier' is not a class that Kept.from_dict can build"):
         Kept.from_dict({"type": "SlackNotifier", "url": "https://h/x"})
 
 

@@ -166,7 +166,7 @@ class TestSymbols:
             def __call__(self, module: Any) -> Any:
                 self.wrap(module, "size", lambda original: None)
 
-        with pytest.raises(ArgumentError, match=r"Thing\.size .* is no function to wrap"):
+        with pytest.raises(ArgumentError, match=r"Thing\.size .* is not a function to wrap"):
             apply_patch(Thing(), Odd)
 
     def test_replace_is_for_the_time_of_applying(self) -> None:

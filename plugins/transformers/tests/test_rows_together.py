@@ -189,7 +189,7 @@ def test_micro_batches_that_would_cut_a_pair_are_refused_before_anything_is_comp
         with pytest.raises(ArgumentError, match=r"DPOLoss needs 2 consecutive rows together, but .*has (5|1); give"):
             model.forward_backward(inputs=rows[:5], micro_batch_size=micro)
     model.forward(inputs=rows[:3])
-    with pytest.raises(ArgumentError, match="the batch has 3 rows, which are no pairs"):
+    with pytest.raises(ArgumentError, match="the batch has 3 rows, which are not pairs"):
         model.calculate_loss()
     assert all(parameter.grad is None for parameter in model.model.parameters())
     with pytest.raises(ArgumentError, match=r"ref_logps is 'base'; give one entry a row .*disable_lora=True"):

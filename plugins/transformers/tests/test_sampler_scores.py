@@ -115,7 +115,7 @@ def test_targets_that_ask_nothing_are_answered_with_nothing(sampler: Any) -> Non
     ("targets", "said"),
     [
         ([[1]] * (len(PROMPT) + 1), f"the shape \\[{len(PROMPT) + 1}, 1\\]"),
-        ([[1], [2, 3]], "no table"),
+        ([[1], [2, 3]], "must be a table"),
         ([[1.5]], "float"),
         ([[-2]], "hold -2, outside"),
         ([[10**6]], "hold 1000000, outside"),

@@ -9,7 +9,11 @@ from twinkle.hub.local import local_folder, local_model, open_hub
 
 __all__ = ["Hub", "local_folder", "local_model", "open_hub"]
 
-_PUBLISHED = {"HFHub": "hf", "MSHub": "ms", "FileHub": "file"}  # class by class; the components have their schemes
+_PUBLISHED = {
+    "HFHub": "hf",
+    "MSHub": "ms",
+    "FileHub": "file",
+}  # published class names; the components are named by scheme
 
 _component, __dir__ = lazy_names(__name__, "hub")
 

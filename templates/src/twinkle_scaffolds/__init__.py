@@ -1,5 +1,5 @@
-"""Scaffolds of plugins: one for every kind of component that people write.
+"""Scaffolds of plugins, one for each kind of component that plugin authors write.
 
-`scaffold/` is one copier template. What all kinds share is in its `package/` (and `hub-repo/`), what differs is in
-`kinds/<kind>/`.
+`scaffold/` is a copier template. Its `package/` (and `hub-repo/`) has the common files, `kinds/<kind>/` those of a
+kind.
 """

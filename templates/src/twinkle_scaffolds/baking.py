@@ -1,4 +1,4 @@
-"""Makes a project out of the scaffold: copier does the work, in a new folder that appears whole or not at all."""
+"""Creates a project from the scaffold with copier; the new folder appears complete or not at all."""
 
 import datetime
 import subprocess
@@ -16,7 +16,7 @@ SCAFFOLD = Path(__file__).parent / "scaffold"
 
 @cache
 def scaffolds() -> tuple[str, ...]:
-    """Return what can be made: the kinds that people write, and the layout `hub-repo`."""
+    """Return the names of the scaffolds: kinds, and the layout `hub-repo`."""
     lines = (SCAFFOLD / "kinds.yml").read_text("utf-8").splitlines()
     return tuple(line.removeprefix("- ") for line in lines if line.startswith("- "))
 
@@ -26,16 +26,16 @@ def bake(kind: str, name: str, parent: str | Path = ".", *, author: str | None =
 
     Args:
         kind: one of `scaffolds()`.
-        name: of the distribution and the new folder, such as "acme-focal"; the package is `acme_focal`.
-        parent: the folder to make it in.
-        author: who stands in the licence; by default git's `user.name`.
+        name: name of the distribution and the new folder, such as "acme-focal"; the package is `acme_focal`.
+        parent: the folder in which to create it.
+        author: the author in the licence; by default git's `user.name`.
 
     Returns:
         The new folder.
 
     Raises:
-        ArgumentError: an unknown kind or an impossible name.
-        OutputError: the folder exists and holds something, or cannot be written.
+        ArgumentError: the kind is unknown or the name is not valid.
+        OutputError: the folder exists and is not empty, or cannot be written.
     """
     kind, name = check_kind(kind, scaffolds()), check_name(name)
     answers: dict[str, Any] = {"kind": kind, "name": name, "year": datetime.date.today().year}
@@ -45,19 +45,19 @@ def bake(kind: str, name: str, parent: str | Path = ".", *, author: str | None =
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as scratch:
-            made = Path(scratch) / name
-            _run_copier(made, answers)
-            made.replace(target)  # also over an empty folder
+            project = Path(scratch) / name
+            _run_copier(project, answers)
+            project.replace(target)  # also over an empty folder
     except OSError as error:
         raise OutputError(f"cannot make {target}: {error.strerror or error}") from error
     return target
 
 
 def ask(kind: str | None, name: str | None) -> tuple[str, str]:
-    """Ask on the terminal for what is missing, with copier's own questions; returns kind and name.
+    """Ask for missing values on the terminal, with copier's questions; returns kind and name.
 
     Raises:
-        KeyboardInterrupt: the user broke off.
+        KeyboardInterrupt: the user cancelled.
     """
     from copier import CopierAnswersInterrupt, run_copy
 
@@ -71,7 +71,7 @@ def ask(kind: str | None, name: str | None) -> tuple[str, str]:
 
 
 def git_author() -> str:
-    """Return git's `user.name`; empty where there is no git or no name."""
+    """Return git's `user.name`; empty without git or without a name."""
     try:
         done = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -100,5 +100,5 @@ def _run_copier(target: Path, answers: dict[str, Any]) -> None:
 
 
 def interactive() -> bool:
-    """Return whether somebody sits at the terminal and can be asked."""
+    """Return whether the command runs in a terminal and can ask questions."""
     return sys.stdin.isatty() and sys.stdout.isatty()

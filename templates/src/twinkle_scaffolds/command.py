@@ -14,22 +14,22 @@ from twinkle_scaffolds.baking import ask, bake, interactive, scaffolds
 @click.argument("kind", required=False)
 @click.argument("name", required=False)
 @click.option(
-    "--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where to make the folder."
+    "--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Parent of the new folder."
 )
 @click.option("--author", help="Author for the licence; by default git's user.name.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def new(kind: str | None, name: str | None, into: Path, author: str | None, as_json: bool) -> None:
     """Create the project of a new plugin in the new folder NAME.
 
-    KIND is what you write, such as `loss` or `reward`, or `hub-repo` for a repository on a Hub; NAME is that of the
-    distribution, such as `acme-focal`. Without them you are asked.
+    KIND is the kind of component, such as `loss` or `reward`, or `hub-repo` for a repository on a Hub. NAME is the name
+    of the distribution, such as `acme-focal`. If you leave them out, the command asks for them.
     """
     if kind is None or name is None:
         if not interactive():
             raise ArgumentError(f"give KIND and NAME, as in `twinkle plugins new loss acme-focal`; {_offered()}")
         kind, name = ask(kind, name)
     folder = bake(kind, name, into, author=author)
-    with contextlib.suppress(SettingsError):  # where nothing can be recorded, `plugins test` asks
+    with contextlib.suppress(SettingsError):  # if trust cannot be recorded, `plugins test` asks for it
         trust(str(folder))
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     if as_json:
@@ -49,7 +49,7 @@ def _offered() -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return a folder as pip tells it from the name of a package."""
+    """Return a folder in a form that pip does not take for the name of a package."""
     import shlex
 
     return shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")

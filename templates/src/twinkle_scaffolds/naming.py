@@ -1,4 +1,4 @@
-"""What a new plugin may be called."""
+"""Checks of the name of a new plugin."""
 
 import keyword
 import re
@@ -16,10 +16,10 @@ MAX_LENGTH = 50
 
 
 def check_kind(kind: str, known: tuple[str, ...]) -> str:
-    """Return the scaffold that `kind` names; hyphens may stand for underscores and the other way round.
+    """Return the scaffold of `kind`; hyphens and underscores are interchangeable.
 
     Raises:
-        ArgumentError: there is no such scaffold; names the nearest, or why there is none.
+        ArgumentError: the scaffold does not exist; the message suggests the nearest.
     """
     from twinkle.kinds import KINDS
 
@@ -34,13 +34,13 @@ def check_kind(kind: str, known: tuple[str, ...]) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a distribution and, with underscores, a package may have it.
+    """Return `name` if it is valid for a distribution and, with underscores, for a package.
 
     Raises:
-        ArgumentError: it may not; says what is wrong and offers the nearest name that will do.
+        ArgumentError: the name is not valid; the message says why and suggests the nearest valid name.
     """
     if not _NAME.fullmatch(name):
-        raise ArgumentError(f"{name!r} is no name for a plugin: {_hint(name)}")
+        raise ArgumentError(f"{name!r} is not a valid plugin name: {_hint(name)}")
     if len(name) > MAX_LENGTH:
         raise ArgumentError(f"{name!r} has {len(name)} characters; a name has at most {MAX_LENGTH}")
     package = name.replace("-", "_")
@@ -56,7 +56,7 @@ def check_name(name: str) -> str:
 
 
 def _installed(name: str, package: str) -> str:
-    """Return where something of that name is installed; a project below the current folder is being worked on."""
+    """Return where something of that name is installed, except a project below the current folder."""
     spec = find_spec(package)
     if spec is not None:
         places = [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
@@ -70,7 +70,7 @@ def _installed(name: str, package: str) -> str:
 
 
 def _is_ours(place: Path) -> bool:
-    """Say whether a place lies below the current folder, and not in a virtual environment there."""
+    """Return whether a path is below the current folder, and not in a virtual environment there."""
     return place.is_relative_to(Path.cwd()) and not {"site-packages", "dist-packages"} & set(place.parts)
 
 

@@ -1,6 +1,6 @@
 """Twinkle: a training workbench for large language models in which every component is a plugin.
 
-Nothing heavy is imported here; each public name loads its module when it is first used (PEP 562).
+No heavy package is imported here; each public name loads its module when it is first used (PEP 562).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ _WHERE = {
 }
 _CLIENT = ("init_tinker_client", "init_twinkle_client")
 
-# Not those of _CLIENT: `from twinkle import *` must not need twinkle-client.
+# Without the names of _CLIENT: `from twinkle import *` must not need twinkle-client.
 __all__ = [*sorted(_WHERE), "__release_datetime__", "__version__"]
 
 

@@ -1,4 +1,4 @@
-"""Refuses unknown arguments of a call: surplus keywords and those that Python refuses; errors name the nearest."""
+"""Refuses unknown arguments of a call with an error that suggests the nearest name."""
 
 import functools
 import inspect
@@ -13,12 +13,12 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any], *, what: str) -> None:
-    """Raise `ArgumentError` if `kwargs`, what is left over in a call of `function`, holds anything.
+    """Raise `ArgumentError` if `kwargs`, the unused keywords of a call of `function`, is not empty.
 
     Args:
-        function: its parameters are offered as the nearest name.
+        function: its parameters are suggested as the nearest name.
         kwargs: the keywords that no parameter took.
-        what: how the error names the function.
+        what: name of the function in the error.
     """
     if not kwargs:
         return
@@ -32,9 +32,9 @@ def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any], *, w
 
 
 def explains_calls(function: F) -> F:
-    """Make a call that does not fit the signature an `ArgumentError`, which names the nearest argument.
+    """Turn the TypeError of a call that does not match the signature into an `ArgumentError`.
 
-    It is a TypeError, as Python's own. One that is raised inside the function passes as it is.
+    The error suggests the nearest argument. A TypeError that is raised inside the function is not changed.
     """
 
     @functools.wraps(function)
@@ -42,7 +42,7 @@ def explains_calls(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call was never made
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the function was not entered
                 from twinkle_registry import check_keywords
 
                 check_keywords(function, kwargs, what=function.__qualname__.removesuffix(".__init__"), args=args)

@@ -26,7 +26,7 @@ def check_kind_in(text: str) -> None:
     """Check the kind in `kind:Name`; other texts pass.
 
     Raises:
-        ComponentNotFound: there is no such kind, or the component of that name is of another.
+        ComponentNotFound: the kind does not exist, or the component of that name is of another kind.
     """
     from twinkle.errors import ComponentNotFound
     from twinkle.kinds import KINDS
@@ -44,10 +44,10 @@ def check_kind_in(text: str) -> None:
 
 
 def find(name: str) -> "list[PluginRecord | ComponentSpec]":
-    """Return the plugin called `name`, or else every component that bears the name.
+    """Return the plugin with this name, or else every component with this name.
 
     Raises:
-        ComponentNotFound: nothing has the name; the text names the nearest.
+        ComponentNotFound: nothing has this name; the message suggests the nearest.
     """
     from twinkle.errors import ComponentNotFound
     from twinkle_registry.naming import canonical, nearest
@@ -87,8 +87,8 @@ def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Calla
     """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core.
 
     An attribute is, in this order: what a plugin's manifest exports to the module (`[[export]]`), the component of that
-    name and kind. A name that no plugin offers is an AttributeError with the registry's explanation; a plugin that
-    fails keeps its own error.
+    name and kind. A name that no plugin offers raises an AttributeError with the registry's explanation. Other errors
+    of the registry, such as of a plugin that cannot be imported, are raised as they are.
 
     Args:
         module: the public module, `__name__`.

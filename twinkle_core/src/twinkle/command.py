@@ -1,4 +1,4 @@
-"""How the command `twinkle` of this installation is called, for texts that tell people what to run."""
+"""The path of this installation's command `twinkle`, for messages that suggest a command."""
 
 import shutil
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def twinkle_command() -> list[str]:
-    """Return the words that call this installation's `twinkle` from here: its name only where the shell finds it."""
+    """Return the command of this installation: `twinkle` if the shell finds it there, else a longer form."""
     own = Path(sys.executable).with_name("twinkle")
     executable = shutil.which("twinkle")
     if executable is not None and Path(executable).absolute() == own:

@@ -1,4 +1,4 @@
-"""SHA-256 digests of the files in a folder, kept beside them in `digests.json` and compared before they are used."""
+"""SHA-256 digests of the files in a folder: written to `digests.json`, and compared before the files are used."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ _reported: set[Path] = set()
 
 
 def write_digests(folder: Path) -> None:
-    """Write `digests.json` for the regular files directly in a folder; the caller publishes the folder as a whole.
+    """Write `digests.json` for the regular files directly in a folder.
 
     Args:
-        folder: one that no other process reads yet, such as that of `twinkle.paths.new_directory`.
+        folder: a folder that no other process reads yet, such as that of `twinkle.paths.new_directory`.
     """
     names = sorted(path.name for path in folder.iterdir() if stat.S_ISREG(path.lstat().st_mode) and path.name != FILE)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -41,8 +41,8 @@ def check_digests(folder: Path, names: Collection[str] | None = None) -> None:
     A folder without `digests.json` (from an older version, or another tool) is accepted, with one line in the log.
 
     Args:
-        folder: that holds the files.
-        names: of the files that will be used; None is every file that has a digest. Files without one are not compared.
+        folder: folder of the files.
+        names: names of the files that will be used; None means all. Files without a digest are not compared.
 
     Raises:
         CheckpointError: a file is missing or was changed since it was saved, or `digests.json` cannot be read.
@@ -73,7 +73,7 @@ def check_digests(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def _read(folder: Path) -> dict[str, str] | None:
-    """Return the digests that a folder lists; None where it lists none."""
+    """Return the digests that a folder lists; None if it has no `digests.json`."""
     path = folder / FILE
     try:
         with open_regular(path) as file:
@@ -96,7 +96,7 @@ def _read(folder: Path) -> dict[str, str] | None:
 
 
 def _digest(path: Path) -> str | None:
-    """Return the SHA-256 of a regular file; None if there is none."""
+    """Return the SHA-256 of a regular file; None if the file does not exist."""
     try:
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,7 @@ TwinkleError
 ├── ArgumentError (TypeError)            unknown or missing keyword
 ├── ManifestError (ValueError)           a plugin's manifest is wrong
 ├── PluginBroken (RuntimeError)          a plugin fails at import
-├── PluginIncompatible (RuntimeError)    a plugin wants another core
+├── PluginIncompatible (RuntimeError)    a plugin needs another version of core
 ├── RequirementMissing (ImportError)     a package that a component needs is absent
 ├── NotTrusted (PermissionError)         code from a Hub that is not allowed
 ├── SettingsError (ValueError)           twinkle.toml or TWINKLE_* is wrong
@@ -17,15 +17,15 @@ TwinkleError
 ├── DataError (ValueError)               a data set or a row cannot be used
 │   └── EncodeError                      a template cannot encode a row
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
-├── HubError (OSError)                   a hub cannot be reached, refuses, or lacks what was asked
-├── EngineFault (RuntimeError)           an engine cannot go on; its process must end
-├── CapacityError (RuntimeError)         out of capacity: how much is needed, for what, how much there is
+├── HubError (OSError)                   a hub cannot be reached, refuses, or does not have the object
+├── EngineFault (RuntimeError)           an engine cannot continue; its process must end
+├── CapacityError (RuntimeError)         something does not fit into memory or another limit
 ├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
 ├── OutputError (OSError)                an output folder cannot be written
 ├── NonFiniteError (ArithmeticError)     a loss or a gradient is NaN or infinite
 ├── OperationsFailed (ExceptionGroup)    operations of some adapters failed in a call for several
-├── PatchError (RuntimeError)            a patch clashes with another, or does not know what is installed
-├── TrainingStateError (RuntimeError)    calls of the loop in an impossible order
+├── PatchError (RuntimeError)            a patch conflicts with another, or with an installed version
+├── TrainingStateError (RuntimeError)    calls of the loop in an invalid order
 └── Unsupported (NotImplementedError)    a published option that this backend does not have
 """
 
@@ -81,7 +81,7 @@ class ConfigError(TwinkleError, ValueError):
 
 
 class MeshError(TwinkleError, ValueError):
-    """The sizes of a device mesh do not multiply to the world size, or a batch does not divide by it."""
+    """The sizes of a device mesh do not multiply to the world size, or a batch cannot be divided by them."""
 
 
 class RankError(TwinkleError, RuntimeError):
@@ -101,11 +101,11 @@ class ModelLoadError(TwinkleError, OSError):
 
 
 class HubError(TwinkleError, OSError):
-    """A hub cannot be reached, refuses, or lacks what was asked."""
+    """A hub cannot be reached, refuses, or does not have the requested object."""
 
 
 class CheckpointError(TwinkleError, OSError):
-    """A checkpoint is missing, incomplete, or was made for another model."""
+    """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
 class OutputError(TwinkleError, OSError):
@@ -116,7 +116,7 @@ class NonFiniteError(TwinkleError, ArithmeticError):
     """A loss or a gradient is NaN or infinite.
 
     Attributes:
-        inputs: the rows of the offending (micro-)batch as they were given, so that nothing is lost.
+        inputs: the rows of the (micro-)batch that caused it, as the caller passed them.
     """
 
     def __init__(self, message: str, inputs: Any = None) -> None:
@@ -125,26 +125,26 @@ class NonFiniteError(TwinkleError, ArithmeticError):
 
 
 class EngineFault(TwinkleError, RuntimeError):
-    """An engine's state cannot be trusted any more: its device failed, or a call stopped halfway.
+    """The state of an engine is no longer valid: its device failed, or a call stopped halfway.
 
     The process must end; a new one restores adapters from their snapshots.
     """
 
 
 class CapacityError(TwinkleError, RuntimeError):
-    """Something does not fit; the text says how much it needs, for what, and how much there is."""
+    """Something does not fit; the message says how much it needs, for what, and how much is available."""
 
 
 class OperationsFailed(TwinkleError, ExceptionGroup):
-    """Operations of some adapters failed in a call for several; those of the others are done.
+    """In a call for several adapters the operations of some failed; those of the others succeeded.
 
     Attributes:
-        exceptions: one for each operation that failed; its notes say whose it is.
-        outputs: one a row, in the caller's order; None where the operation failed.
+        exceptions: one for each failed operation; its notes name the adapter.
+        outputs: one for each row, in the caller's order; None where the operation failed.
     """
 
     def __new__(cls, message: str, errors: "list[Exception]", outputs: "list[Any]") -> "OperationsFailed":
-        """Make it of its message and errors alone, as `ExceptionGroup` wants it."""
+        """Create the group from message and errors only, as `ExceptionGroup` requires."""
         return super().__new__(cls, message, errors)
 
     def __init__(self, message: str, errors: "list[Exception]", outputs: "list[Any]") -> None:
@@ -157,12 +157,12 @@ class OperationsFailed(TwinkleError, ExceptionGroup):
 
 
 class PatchError(TwinkleError, RuntimeError):
-    """A patch clashes with another one, does not know the installed version of a library, or cannot be undone."""
+    """A patch conflicts with another, does not support the installed version of a library, or cannot be undone."""
 
 
 class TrainingStateError(TwinkleError, RuntimeError):
-    """Methods of the training loop were called in an order that has no meaning."""
+    """Methods of the training loop were called in an invalid order."""
 
 
 class Unsupported(TwinkleError, NotImplementedError):
-    """A published option that this backend does not offer; the message says which one does."""
+    """A published option that this backend does not support; the message names one that does."""

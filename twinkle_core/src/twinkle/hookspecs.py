@@ -1,9 +1,9 @@
-"""Every hook spec of Twinkle, one by one.
+"""The hook specs of Twinkle.
 
 Two families. A *component hook* `twinkle_<kind>()` returns the specs of the components that a plugin offers; the
 registry implements it for each plugin from its manifest, so almost no plugin writes one. A *lifecycle hook* is called
 for every plugin that declares it in its manifest (`hooks = { module = ..., implements = [...] }`), with keyword
-arguments; the error of one implementation is logged with the plugin's name and never reaches the run.
+arguments. If an implementation raises, the error is logged with the plugin's name and does not reach the run.
 """
 
 from collections.abc import Mapping
@@ -128,7 +128,7 @@ def twinkle_runtime() -> list[ComponentSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def twinkle_notifier() -> list[ComponentSpec]:  # type: ignore[empty-body]
-    """Components of kind `notifier`. Tells people about a run."""
+    """Components of kind `notifier`. Sends messages about a run."""
 
 
 @hookspec
@@ -138,17 +138,17 @@ def twinkle_tracker() -> list[ComponentSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def twinkle_rollout() -> list[ComponentSpec]:  # type: ignore[empty-body]
-    """Components of kind `rollout`. Plays trajectories out over several turns."""
+    """Components of kind `rollout`. Generates trajectories of several turns."""
 
 
 @hookspec
 def twinkle_tool() -> list[ComponentSpec]:  # type: ignore[empty-body]
-    """Components of kind `tool`. Something that a model may call."""
+    """Components of kind `tool`. A function that a model may call."""
 
 
 @hookspec
 def twinkle_env() -> list[ComponentSpec]:  # type: ignore[empty-body]
-    """Components of kind `env`. A world that a model acts in."""
+    """Components of kind `env`. An environment that a model acts in."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""Every kind of component: where its contract is and what it is for. Each has a module, a hook spec and a contract."""
+"""The kinds of components. Each kind has a public module, a hook spec and a contract."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ class Kind:
 
     Attributes:
         contract: `"module:Attr"` of the class that a component must subclass or satisfy; empty where any class or
-            callable will do (optimizers and schedulers follow torch's own protocol).
+            callable is accepted (optimizers and schedulers follow torch's own protocol).
         summary: one line for `twinkle plugins info`.
-        author: whether people write components of this kind themselves, so that a scaffold exists for it.
+        author: whether a scaffold exists for plugin authors.
     """
 
     contract: str
@@ -42,10 +42,10 @@ KINDS: dict[str, Kind] = {
     "kernel": Kind("twinkle.kernel:Kernel", "A faster form of a layer or function."),
     "hub": Kind("twinkle.hub:Hub", "Resolves `scheme://` references to models, data and code.", author=False),
     "runtime": Kind("twinkle.runtime:Runtime", "Decides where components live and calls them there.", author=False),
-    "notifier": Kind("twinkle.notifier:Notifier", "Tells people about a run."),
+    "notifier": Kind("twinkle.notifier:Notifier", "Sends messages about a run."),
     "tracker": Kind("twinkle.tracker:Tracker", "Records the metrics of a run."),
-    "rollout": Kind("twinkle.rollout:Rollout", "Plays trajectories out over several turns."),
-    "tool": Kind("twinkle.tool:Tool", "Something that a model may call."),
-    "env": Kind("twinkle.env:Env", "A world that a model acts in."),
+    "rollout": Kind("twinkle.rollout:Rollout", "Generates trajectories of several turns."),
+    "tool": Kind("twinkle.tool:Tool", "A function that a model may call."),
+    "env": Kind("twinkle.env:Env", "An environment that a model acts in."),
     "recipe": Kind("twinkle.recipe:Recipe", "A whole run: one readable loop with a configuration."),
 }

@@ -1,4 +1,4 @@
-"""The one logger of Twinkle: to stderr, quiet on every rank but the master, and the root logger is left alone."""
+"""Twinkle's logger: writes to stderr, only warnings on ranks other than 0; the root logger is not changed."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is at that moment, unless the application has handlers of its own."""
+    """Writes to the present `sys.stderr`, unless the application has configured handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Records travel on to the root logger; where that has handlers, writing here would double every line.
+        # Records propagate to the root logger; if that has handlers, writing here would print every line twice.
         if logging.getLogger().handlers:
             return
         try:
@@ -26,8 +26,8 @@ class _StderrHandler(logging.Handler):
 def get_logger(name: str = "twinkle") -> logging.Logger:
     """Return the logger `name`; the first call for its top-level name sets level and handler.
 
-    The level is `$TWINKLE_LOG_LEVEL` where set; otherwise INFO on the master rank and WARNING on the others. An
-    application that configures Python's root logger gets the records there and nowhere else.
+    The level is `$TWINKLE_LOG_LEVEL` if set; otherwise INFO on rank 0 and WARNING on the others. If an application
+    configures Python's root logger, the records go only there.
 
     Raises:
         SettingsError: `TWINKLE_LOG_LEVEL` is not a level.

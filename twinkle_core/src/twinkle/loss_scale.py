@@ -10,15 +10,15 @@ from twinkle.data_format import Message
 __all__ = ["LossScale", "TurnWeight"]
 
 TurnWeight: TypeAlias = float | Sequence[tuple[str, float]]
-"""The weight of one message: a number for all of it, or pieces of its text, each with a weight of its own."""
+"""The weight of one message: a number for the whole message, or pieces of its text with a weight each."""
 
 
 class LossScale(ABC):
-    """Weights the tokens of a conversation by role, turn or text. `Template(loss_scale=...)` takes it in any form.
+    """Weights the tokens of a conversation by role, turn or text; used by `Template(loss_scale=...)`.
 
-    The encoded row then carries `loss_scale`, a float for each position: the weight of the token `labels[i]`, and 0
+    The encoded row then has `loss_scale`, a float for each position: the weight of the token `labels[i]`, and 0
     where `labels[i]` is -100. A loss multiplies each token's term by it and still divides by the number of labels that
-    are not -100, so half the weight is half the pull and not a smaller count.
+    are not -100. Half the weight therefore halves the token's gradient and does not change the denominator.
     """
 
     @abstractmethod
@@ -26,17 +26,17 @@ class LossScale(ABC):
         """Return the weight of each message.
 
         Args:
-            messages: those of the row, checked, with `content` as text; a default system message is not among them.
+            messages: the checked messages of the row, with `content` as text, without a default system message.
 
         Returns:
-            One entry a message. A number >= 0 counts for the whole turn: 1 is the usual weight, and a turn with 0 is
-            not trained at all (its labels are -100). Pieces `[(text, weight), ...]` weight parts of a turn: they stand
-            in its text in this order, and each takes what lies between it and the piece before; the last one takes
-            the token that ends the turn. White space around a piece does not matter; a piece that the chat template
-            leaves out (the reasoning of earlier turns) is passed over.
+            One entry per message. A number >= 0 is the weight of the whole turn: 1 is the usual weight, and a turn with
+            weight 0 is not trained (its labels are -100). Pieces `[(text, weight), ...]` weight parts of a turn. They
+            occur in its text in this order; text between two pieces has the weight of the second, and the token that
+            ends the turn has the weight of the last. White space around a piece does not matter. A piece that the chat
+            template leaves out (such as the reasoning of earlier turns) is ignored.
 
-            Messages of other roles than the assistant's may have a weight too, and are then trained. What a message
-            says of itself comes on top: its `weight` multiplies, and with `loss` false it is not trained.
+            Messages of other roles are also trained if they have a weight. The message's own `weight` is multiplied
+            with it, and a message with `loss` false is not trained.
         """
 
 

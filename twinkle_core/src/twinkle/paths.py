@@ -1,4 +1,4 @@
-"""Where Twinkle keeps what it can make again, and how it writes what must not be lost half-way."""
+"""The cache folder, and atomic writes of files and directories."""
 
 import contextlib
 import errno
@@ -15,10 +15,10 @@ from pathlib import Path
 from twinkle.errors import OutputError, TwinkleError
 
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
-_RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors tells the number in its text alone
-_PATIENCE = 1.0  # seconds; a writer that lives needs a hundredth of it between its two renames
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors gives the error number only in its message
+_PATIENCE = 1.0  # seconds; a running writer needs a hundredth of this between its two renames
 _DAY = 86_400.0
-_own: set[Path] = set()  # siblings that this process uses now; others of its number are those of a dead one
+_own: set[Path] = set()  # siblings in use by this process; others with its process id were left by a dead process
 
 
 def cache_dir(*parts: str) -> Path:
@@ -35,14 +35,14 @@ def cache_dir(*parts: str) -> Path:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Fill a directory so that `target` is either absent, the old one, or the whole new one, at every moment.
+    """Write a directory atomically: at every moment `target` is absent, the old directory, or the complete new one.
 
-    Yields a temporary sibling; when the block ends well, its files are synced and it takes the name `target` (an
-    existing directory of that name is moved aside first and removed last). When the block raises, nothing remains.
-    What a killed process leaves, the next writer of the name clears away; readers ask `recovered` for the name.
+    Yields a temporary sibling directory. When the block succeeds, its files are synced and it is renamed to `target`
+    (an existing directory of that name is moved aside first and removed last). When the block raises, the temporary
+    directory is removed. The next writer of `target` removes what a killed process left; readers call `recovered`.
 
     Raises:
-        OutputError: the parent cannot be created or written, or there is no room for what is written in the block.
+        OutputError: the parent cannot be created or written, or the disk is full.
     """
     target = recovered(target)
     try:
@@ -72,8 +72,8 @@ def new_directory(target: Path) -> Iterator[Path]:
 def recovered(target: Path) -> Path:
     """Return `target`, put back if a process was killed while it replaced this directory.
 
-    Such a process has moved the old directory aside and not yet given its name to the new one. Whoever reads a
-    directory that `new_directory` writes calls this first; where the directory stands it costs one look.
+    Such a process has moved the old directory aside and has not yet renamed the new one. Call this before you read a
+    directory that `new_directory` writes; if the directory exists, the cost is one `stat`.
     """
     target = Path(target)
     if target.exists() or not target.parent.is_dir():
@@ -104,14 +104,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _no_room(error: BaseException) -> str:
-    """Return the system's words if `error` says that the disk takes no more, else an empty text."""
+    """Return the system's message if `error` says that the disk is full, else an empty text."""
     match = _RUST_ERROR.search(str(error))
     number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     return os.strerror(number) if number in _NO_ROOM and not isinstance(error, TwinkleError) else ""
 
 
 def _new_sibling(target: Path, ending: str) -> Path:
-    """Make a directory beside `target` whose name tells which process made it."""
+    """Create a directory beside `target` whose name has the id of this process."""
     suffix = f".{socket.gethostname()}.{os.getpid()}.{ending}"
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent))
     _own.add(folder)
@@ -119,7 +119,7 @@ def _new_sibling(target: Path, ending: str) -> Path:
 
 
 def _siblings(target: Path, ending: str) -> list[tuple[Path, bool]]:
-    """Return what `_new_sibling` made beside `target`, each with whether its process is gone."""
+    """Return the directories of `_new_sibling` beside `target`, each with whether its process has ended."""
     shape = re.compile(rf"\.{re.escape(target.name)}\.\w+\.(?P<host>.*)\.(?P<process>\d+)\.{ending}")
     siblings = [(path, match) for path in target.parent.iterdir() if (match := shape.fullmatch(path.name))]
     return [(path, _is_left(path, match["host"], int(match["process"]))) for path, match in siblings]
@@ -137,12 +137,12 @@ def _is_left(path: Path, host: str, process: int) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # it lives, and is another user's
+        return False  # it runs, and belongs to another user
     return False
 
 
 def _clear_remains(target: Path) -> None:
-    # Beside a name that could not be put back, what was moved aside is all there is of it.
+    # If the target could not be put back, the directory that was moved aside is its only copy.
     old = _siblings(target, "old") if target.exists() else []
     for path, is_left in [*_siblings(target, "tmp"), *old]:
         if is_left:
@@ -150,7 +150,7 @@ def _clear_remains(target: Path) -> None:
 
 
 def _swap(work: Path, target: Path) -> None:
-    work.chmod(0o755)  # mkdtemp made it private; results are for reading
+    work.chmod(0o755)  # mkdtemp makes it private, but other users may read results
     if not target.exists():
         work.rename(target)
         _sync_directory(target.parent)
@@ -171,7 +171,7 @@ def _swap(work: Path, target: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Write a tree to the disk; files that a library made for its owner alone get the usual permissions."""
+    """Sync a tree to disk; files that a library made private to their owner get the usual permissions."""
     probe = folder / ".permissions"
     probe.touch()
     usual = probe.stat().st_mode

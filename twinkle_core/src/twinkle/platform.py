@@ -1,4 +1,4 @@
-"""The device under this process, and this process's place among its peers. Torch is imported only when it is asked."""
+"""The device of this process, and its rank among the other processes. Torch is imported only when it is needed."""
 
 import os
 import random
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Platform:
-    """What differs between devices, as class methods; nothing is instantiated.
+    """Differences between devices, as class methods; the class is not instantiated.
 
-    `Platform.get()` returns the subclass of the device that is there. Called on `Platform` itself, a method speaks for
-    that device: `Platform.get_local_device()` is `Platform.get().get_local_device()`.
+    `Platform.get()` returns the subclass of the available device. A method that is called on `Platform` itself uses
+    that subclass: `Platform.get_local_device()` is `Platform.get().get_local_device()`.
 
     Ranks come from the environment that torchrun sets (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`); a
-    process that was started alone is rank 0 of 1.
+    process without these variables is rank 0 of 1.
     """
 
     _prefix: str = ""
@@ -27,7 +27,7 @@ class Platform:
 
     @staticmethod
     def get(device_type: str | None = None) -> "type[Platform]":
-        """Return the platform called `device_type` (CPU, GPU, CUDA, NPU or MPS in any case), or else the best there is.
+        """Return the platform `device_type` (CPU, GPU, CUDA, NPU or MPS, in any case); None selects the best available.
 
         Raises:
             MeshError: there is no platform of that name.
@@ -81,7 +81,7 @@ class Platform:
 
     @classmethod
     def visible_device_env(cls) -> str | None:
-        """Return the environment variable that hides devices from a process, or None where there is none."""
+        """Return the environment variable that limits the visible devices, or None if there is none."""
         return cls._this()._visible_env
 
     @classmethod
@@ -102,14 +102,14 @@ class Platform:
 
     @classmethod
     def set_local_device(cls, index: int | None = None) -> None:
-        """Make `get_local_device(index)` torch's current device, where the platform has several."""
+        """Make `get_local_device(index)` torch's current device, if the platform has several."""
         platform = cls._this()
         if platform._visible_env is not None:
             platform._module().set_device(platform.get_local_device(index))
 
     @classmethod
     def synchronize(cls) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all pending work."""
         platform = cls._this()
         if platform is not CPU:
             platform._module().synchronize()
@@ -198,12 +198,12 @@ _PLATFORMS: dict[str, type[Platform]] = {"CPU": CPU, "GPU": GPU, "CUDA": GPU, "N
 
 
 def find_node_ip() -> str:
-    """Return the IPv4 address under which other machines reach this one; `127.0.0.1` where there is no network."""
+    """Return the IPv4 address under which other machines reach this one; `127.0.0.1` without a network."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends nothing; it only picks the interface that leads outside.
+            # Connecting a datagram socket sends nothing; it only selects the interface of the default route.
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return "127.0.0.1"
@@ -211,15 +211,15 @@ def find_node_ip() -> str:
 
 
 def find_free_port(address: str = "", start_port: int | None = None, retry: int = 100) -> int:
-    """Return a TCP port that nobody listens on now; whoever needs it should bind it soon.
+    """Return a TCP port that is free now; bind it soon, before another process does.
 
     Args:
-        address: the address to bind; empty means all.
+        address: the address to bind; empty means all addresses.
         start_port: the first port to try; None lets the system choose.
-        retry: how many ports from `start_port` on are tried.
+        retry: number of ports to try, from `start_port` on.
 
     Raises:
-        TwinkleError: none of them is free, or the address is not of this machine.
+        TwinkleError: no port is free, or the address does not belong to this machine.
     """
     import socket
 
@@ -263,7 +263,7 @@ def seed_everything(seed: int, full_determinism: bool = False) -> None:
 
     Args:
         seed: from 0 to 2**32 - 1.
-        full_determinism: also make torch use deterministic algorithms only; slower, and an operation that has none
+        full_determinism: also make torch use deterministic algorithms only; slower, and an operation without one
             raises.
 
     Raises:
@@ -280,7 +280,7 @@ def seed_everything(seed: int, full_determinism: bool = False) -> None:
     if find_spec("torch") is None:
         return
     if full_determinism:
-        # cuBLAS reads this when it is first used, so it must stand before any CUDA work.
+        # cuBLAS reads this when it is first used, so it must be set before any CUDA work.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 

@@ -14,15 +14,15 @@ class Plugin:
         """Return the class that `plugin_id` names.
 
         Args:
-            plugin_id: any text that names a component: `Name`, `plugin/Name`, `package.module:Attr`,
-                `./file.py:Name`, or a Hub's reference where a plugin reads its scheme.
-            plugin_base: the class that it must be or derive from: the contract of a kind, such as `twinkle.loss.Loss`,
+            plugin_id: the name of a component: `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, or a Hub
+                reference.
+            plugin_base: the required base class: the contract of a kind, such as `twinkle.loss.Loss`,
                 a component, such as `twinkle.template.Template`, or a subclass of one.
 
         Raises:
             ArgumentError: `plugin_base` belongs to no kind.
             ComponentNotFound: nothing has that name.
-            ComponentTypeError: what has it is no `plugin_base`.
+            ComponentTypeError: the component is not a subclass of `plugin_base`.
         """
         from twinkle._registry import registry
         from twinkle.errors import ComponentTypeError
@@ -36,7 +36,7 @@ class Plugin:
 
 
 def _kind(base: Any) -> str:
-    """Return the kind of which `base` or one of its parents is the contract or a component."""
+    """Return the kind whose contract or component is `base` or one of its parents."""
     from twinkle.kinds import KINDS
 
     contracts = {kind: _contract(kind) for kind, kind_spec in KINDS.items() if kind_spec.contract}
@@ -61,7 +61,7 @@ def _contract(kind: str) -> Any:
 
 
 def _is_component(cls: type, kind: str) -> bool:
-    """Say whether a plugin lists `cls` as a component of that kind; nothing is imported."""
+    """Return whether a plugin lists `cls` as a component of that kind; nothing is imported."""
     from twinkle._registry import registry
 
     refs = (spec.ref.partition(":") for specs in registry().specs(kind).values() for spec in specs)

@@ -17,8 +17,8 @@ class Recipe(Protocol):
 
     The manifest names its configuration (`config = "package.module:Config"`, a pydantic model), from which
     `twinkle run NAME` makes command-line options; the recipe gets the validated configuration and a `Run`.
-    Where the configuration has them, `trackers` are attached to the run, and `run_folder`, an existing folder, is
-    continued in instead of a fresh one.
+    If the configuration has the key `trackers`, these are attached to the run. If it has `run_folder`, the run
+    continues in that existing folder instead of a new one.
     """
 
     def __call__(self, config: Any, run: "Run") -> Mapping[str, Any]:

@@ -9,23 +9,23 @@ if TYPE_CHECKING:
 
 
 def exists(requirement: str) -> bool:
-    """Return whether a distribution is installed in a version that fits; nothing is imported.
+    """Return whether a distribution is installed in a matching version; nothing is imported.
 
     Args:
-        requirement: as pip takes it: `torch`, `torch>=2.6,<3`, `datasets[audio]`.
+        requirement: a requirement in pip's syntax: `torch`, `torch>=2.6,<3`, `datasets[audio]`.
 
     Raises:
-        ArgumentError: it is no requirement.
+        ArgumentError: `requirement` is not valid.
     """
     return not _missing((requirement,))
 
 
 def requires(*requirements: str) -> None:
-    """Raise unless all of `requirements` are installed; each is what `exists` takes.
+    """Raise unless all of `requirements` are installed; their syntax is that of `exists`.
 
     Raises:
-        RequirementMissing: one is not, or in another version; the message has the command that installs them.
-        ArgumentError: one is no requirement.
+        RequirementMissing: one is missing or has another version; the message has the command that installs them.
+        ArgumentError: a requirement is not valid.
     """
     if missing := _missing(requirements):
         command = " ".join(f"'{item.requirement}'" for item in missing)
@@ -37,7 +37,7 @@ def _missing(requirements: tuple[str, ...]) -> "list[MissingRequirement]":
 
     for text in requirements:
         if not isinstance(text, str):
-            raise ArgumentError(f"{text!r} is no requirement; give a text such as 'torch>=2.6'")
+            raise ArgumentError(f"{text!r} is not a requirement; give a text such as 'torch>=2.6'")
     try:
         return missing_requirements(ComponentSpec("package", "", "", requires=requirements))
     except ManifestError as error:

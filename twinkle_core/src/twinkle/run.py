@@ -1,4 +1,4 @@
-"""One run: its folder with the lock of its one writer, its metrics, and the lifecycle hooks that it fires."""
+"""A run: its folder with a lock against a second writer, its metrics, and the lifecycle hooks that it calls."""
 
 import contextlib
 import datetime
@@ -21,33 +21,33 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Run:
-    """A run in a fresh folder `<root>/<name>-<time>/`, used as a context manager.
+    """A run in a new folder `<root>/<name>-<time>/`, used as a context manager.
 
-    Entering fires `twinkle_configure` and `twinkle_run_start`, leaving fires `twinkle_run_error` (with the exception,
-    if any) and `twinkle_run_end`. While it lasts its trackers are attached to the registry as plugins.
+    Entering calls the hooks `twinkle_configure` and `twinkle_run_start`; leaving calls `twinkle_run_error` (if there is
+    an exception) and `twinkle_run_end`. During the run its trackers are attached to the registry as plugins.
 
-    Of several processes (after `twinkle.initialize`) the first makes the folder and tells the others its name, has the
-    trackers, and fires the hooks; the others fire `twinkle_configure` alone.
+    With several processes (after `twinkle.initialize`) the first one creates the folder, has the trackers and calls the
+    hooks; the others use the same folder and call only `twinkle_configure`.
 
-    While it lasts it holds the file `.lock` in its folder, so that no second process writes there. The lock ends with
-    the process, however that ends.
+    During the run the file `.lock` in the folder is locked, so that no second process writes there. The system releases
+    the lock when the process ends, also if it is killed.
 
     Args:
-        name: what the run is called; letters, digits, `-`, `_` and `.`.
+        name: name of the run: letters, digits, `-`, `_` and `.`.
         config: the whole configuration, as plain values.
         trackers: components of kind `tracker`, in any form of component argument, or as a mapping: `type` names the
             tracker, the other keys are its arguments.
-        root: where run folders are made; by default `runs` in the current folder.
-        folder: an existing run folder to continue in, instead of a fresh one.
+        root: parent of run folders; by default `runs` in the current folder.
+        folder: an existing run folder to continue in, instead of a new one.
 
     Attributes:
         folder: the run's folder.
-        config: the configuration given.
+        config: the configuration.
         step: number of the last step logged.
 
     Raises:
-        ConfigError: the name cannot be that of a folder.
-        OutputError: the folder cannot be made or written, or (on entering) another process is writing it.
+        ConfigError: the name is not valid for a folder.
+        OutputError: the folder cannot be created or written, or (on entering) another process is writing to it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Run:
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
 
-        with contextlib.ExitStack() as attached:  # if one cannot be attached, none stays
+        with contextlib.ExitStack() as attached:  # if one cannot be attached, detach the others
             attached.push(self._forget_empty)
 
             def lock() -> None:
@@ -97,20 +97,20 @@ class Run:
         """Record the numbers of a step with every tracker and lifecycle plugin.
 
         Args:
-            metrics: numbers by name (a tensor or array of one number is a number too); a text is kept by the trackers
-                that can.
-            step: number of the optimizer step, from 1; 0 is for what was measured before it. It may be logged several
-                times, but none after a later one.
+            metrics: numbers by name (a tensor or array with one element counts as a number); texts are recorded by the
+                trackers that support them.
+            step: number of the optimizer step, from 1; 0 for measurements before the first. A step may be logged
+                several times, but not after a later one.
 
         Raises:
-            ArgumentError: the metrics or the step are something else; then nothing is recorded.
+            ArgumentError: the metrics or the step are not of this form; nothing is recorded.
         """
         checked = checked_metrics(metrics)
         self.step = checked_step(step, self.step)
         self._fire("twinkle_step_end", run=self, step=self.step, metrics=checked)
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
-        """Tell trackers and plugins that a checkpoint stands at `path`."""
+        """Notify trackers and plugins that a checkpoint was written to `path`."""
         self._fire("twinkle_checkpoint_saved", run=self, path=Path(path), step=step)
 
     def __exit__(
@@ -119,7 +119,7 @@ class Run:
         try:
             if error is not None:
                 self._fire("twinkle_run_error", run=self, error=error)
-                if self._listener is not None and not self._is_first:  # people hear of every rank's errors
+                if self._listener is not None and not self._is_first:  # notifiers report the errors of every rank
                     self._listener.twinkle_run_error(self, error)
             self._fire("twinkle_run_end", run=self)
         finally:
@@ -134,14 +134,14 @@ class Run:
     def _forget_empty(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the fresh folder of a run that failed before it wrote anything."""
+        """Remove the new folder of a run that failed before it wrote anything."""
         if error is not None and self._is_fresh and self._is_first:
             with contextlib.suppress(OSError):  # it is not empty
                 self.folder.rmdir()
 
 
 def build_tracker(given: Any) -> Any:
-    """Return the tracker that `given` means: any form of component argument, or a mapping with its `type`."""
+    """Build a tracker from any form of component argument, or from a mapping with a key `type`."""
     from twinkle._registry import registry
 
     if not isinstance(given, Mapping):
@@ -156,7 +156,7 @@ def build_tracker(given: Any) -> Any:
 
 
 def _failure_listener() -> Any:
-    """Return what tells notifiers that the run failed; None where nobody is to be told.
+    """Return the listener that sends a failure of the run to the notifiers; None without notifiers.
 
     Raises:
         SettingsError: TWINKLE_NOTIFIER cannot be read.
@@ -170,7 +170,7 @@ def _failure_listener() -> Any:
 
 
 def _agreed(root: Path, name: str) -> Path:
-    """Return a fresh folder, the same in every process."""
+    """Return a new folder, the same in every process."""
     from twinkle.platform import Platform
 
     if Platform.get_world_size() == 1:
@@ -182,7 +182,7 @@ def _agreed(root: Path, name: str) -> Path:
 
 
 def _on_first(what: str, function: Callable[[], None]) -> None:
-    """Call a function in the first process; where it fails there, all fail."""
+    """Call a function in the first process; if it fails there, all processes fail."""
     from twinkle.platform import Platform
     from twinkle.runtime.current import current_runtime
 
@@ -222,9 +222,9 @@ def _existing(folder: Path) -> Path:
 
 
 def parts_of(folder: Path) -> list[dict[str, str]]:
-    """Return what a recipe wrote into `plugins.json` of a run folder: `kind`, `asked` and `ref` of each component.
+    """Return the components in `plugins.json` of a run folder: `kind`, `asked` and `ref` of each.
 
-    It is a record for people, and runs go on without it: where it is not there, or damaged, there are none.
+    The file is a record for people. If it is missing or damaged, the result is empty and the run continues.
     """
     try:
         parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
@@ -234,7 +234,7 @@ def parts_of(folder: Path) -> list[dict[str, str]]:
 
 
 def fingerprints_of(folder: Path) -> dict[str, str]:
-    """Return the fingerprints of the models that a run began with, by id, as `plugins.json` of its folder says."""
+    """Return the fingerprints of the models that a run started with, by id, from `plugins.json` of its folder."""
     try:
         models = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["models"]
         return {str(model["id"]): str(model["fingerprint"]) for model in models}
@@ -243,7 +243,7 @@ def fingerprints_of(folder: Path) -> dict[str, str]:
 
 
 def recipe_of(folder: Path) -> str | None:
-    """Return the recipe of the run in a folder, if its record tells."""
+    """Return the recipe of the run in a folder, if it is recorded."""
     return next((part["asked"] for part in parts_of(folder) if part["kind"] == "recipe"), None)
 
 
@@ -264,7 +264,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"cannot write in the run folder {folder}: {error.strerror or error}") from error
     try:
-        with contextlib.suppress(OSError):  # what it says is for people; a full disk is found out elsewhere
+        with contextlib.suppress(OSError):  # the content is for people only; later writes report a full disk
             os.ftruncate(held, 0)
             os.write(held, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
@@ -285,13 +285,13 @@ def _acquired(path: Path) -> int:
         except BaseException:
             os.close(held)
             raise
-        os.close(held)  # the one who held it has removed the file meanwhile
+        os.close(held)  # the previous owner has removed the file in the meantime
 
 
 def _lock(held: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows has none
+    except ImportError:  # not on Windows
         return
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ class TemplateLike(Protocol):
         """Return the encoded row of one conversation.
 
         Args:
-            trajectory: `messages`, and `tools` where there are any.
+            trajectory: `messages`, and `tools` if there are any.
             add_generation_prompt: end with the header of the assistant's next turn.
 
         Raises:
@@ -31,10 +31,10 @@ class TemplateLike(Protocol):
         """Return the text of tokens."""
 
     def format_trajectory(self, trajectory: Mapping[str, Any], add_default_system: bool = False) -> Trajectory:
-        """Return a conversation as its chat template renders it."""
+        """Return the text of a conversation, rendered by the chat template."""
 
     def concat_input_feature(self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]) -> InputFeature:
-        """Return an encoded prompt continued by sampled tokens, which are trained."""
+        """Append sampled tokens to an encoded prompt; the new tokens are trained."""
 
 
 __getattr__, __dir__ = lazy_names(__name__, "template")

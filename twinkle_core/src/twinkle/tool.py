@@ -11,7 +11,7 @@ __all__ = ["Tool", "ToolInfo"]
 
 
 class Tool(ABC):
-    """Something that a model may call."""
+    """A function that a model may call."""
 
     @abstractmethod
     def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The contract of tool-call parsers, and the form that most of them have: a search for whole blocks of markup."""
+"""The contract of tool-call parsers, and a base class of parsers that search for blocks of markup."""
 
 import json
 import re
@@ -13,11 +13,11 @@ __all__ = ["Block", "BlockParser", "ToolCallParser"]
 
 
 class ToolCallParser(ABC):
-    """Knows one way in which models write tool calls.
+    """Parses tool calls in one format.
 
     Attributes:
         name: short name of the format.
-        open_marker: text that begins a call; generation may be cut there.
+        open_marker: text that begins a call.
         close_marker: text that ends it.
     """
 
@@ -27,7 +27,7 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def detect(self, text: str) -> bool:
-        """Return whether `text` holds a call in this format."""
+        """Return whether `text` contains a call in this format."""
 
     @abstractmethod
     def parse(self, text: str) -> list[ToolCall]:
@@ -38,12 +38,12 @@ class ToolCallParser(ABC):
         """Return `text` without its calls."""
 
     def extract_tool_result(self, text: str) -> str | None:
-        """Return the tool result that `text` quotes, if this format has such a form."""
+        """Return the tool result in `text`, if this format defines one."""
         return None
 
 
 class Block(NamedTuple):
-    """One piece of markup: the characters `start` to `end` of a text, and the calls in it as name and arguments."""
+    """A block of markup: the characters `start` to `end` of a text, and its calls as name and arguments."""
 
     start: int
     end: int
@@ -51,18 +51,18 @@ class Block(NamedTuple):
 
 
 class BlockParser(ToolCallParser):
-    """A parser that says where its blocks are; markup that is no call is no block, and stays in the text."""
+    """A parser that yields the blocks of a text; markup that is not a call is not a block and stays in the text."""
 
     @abstractmethod
     def blocks(self, text: str) -> Iterable[Block]:
-        """Yield the blocks of `text` that hold calls, in order and disjoint."""
+        """Yield the blocks of `text` that contain calls, in order, without overlap."""
 
     def detect(self, text: str) -> bool:
-        """Return whether `text` holds a whole call in this format."""
+        """Return whether `text` contains a complete call in this format."""
         return any(True for _ in self.blocks(text))
 
     def parse(self, text: str) -> list[ToolCall]:
-        """Return the calls in `text`, in order, with arguments as JSON text; what does not parse is left out.
+        """Return the calls in `text`, in order, with arguments as JSON text; calls that do not parse are left out.
 
         Their ids are `call_0`, `call_1` and so on: the same text gives the same calls.
         """
@@ -84,7 +84,7 @@ def _tool_call(number: int, name: str, arguments: Any) -> ToolCall:
 
 
 def json_or_text(text: str) -> Any:
-    """Return what a text says as JSON (a number, a truth value, a list, an object), else the text itself."""
+    """Return the value of a text that is JSON (a number, boolean, list or object), else the text itself."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -93,7 +93,7 @@ def json_or_text(text: str) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object; None where the text is none."""
+    """Return a JSON object; None if the text is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -102,12 +102,12 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def trimmed(text: str) -> str:
-    """Return a text without the one line break that may stand at each of its ends."""
+    """Remove one line break at each end of a text, if there is one."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
 def between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and inside of each part of `text` from a `closing` back to the last `opening` before it."""
+    """Yield start, end and content of each part of `text` from a `closing` back to the last `opening` before it."""
     place = 0
     while (end := text.find(closing, place)) >= 0:
         start = text.rfind(opening, place, end)
@@ -117,15 +117,15 @@ def between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, s
 
 
 def elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[str, ...]] | None:
-    r"""Read a text that is nothing but elements, one after the other with white space between.
+    r"""Parse a text that consists of elements with white space between them.
 
     Args:
-        text: the text. It is gone through once, whatever it holds.
-        opening: what begins an element.
-        closing: what ends it, with the groups of `opening` put in as `\\1` and so on.
+        text: the text. It is scanned once.
+        opening: pattern that begins an element.
+        closing: text that ends it, in which `\\1` and so on stand for the groups of `opening`.
 
     Returns:
-        For each element the groups of its opening and its inside; None where there is anything else in the text.
+        For each element the groups of its opening and its content; None if there is anything else in the text.
     """
     parts, place = [], 0
     while (begin := opening.match(text, place)) is not None:

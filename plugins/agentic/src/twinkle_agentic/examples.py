@@ -20,7 +20,7 @@ class CountdownEnv(Env):
         self.start = self.left = start
 
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
-        """Begin with `start`."""
+        """Start with `start`."""
         self.left = self.start
         return StepResult(f"There are {self.left}.")
 
@@ -40,15 +40,15 @@ class CountdownEnv(Env):
         return [{"type": "function", "function": function}]
 
     def evaluate(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
-        """Return 1 for each trajectory that says 0 at its end."""
+        """Return 1 for each trajectory that ends with 0."""
         return [float(str(row["messages"][-1]["content"]).strip().endswith("0")) for row in trajectories]
 
 
 class ScriptedSampler(Sampler):
-    """Says the same texts in each trajectory, one a turn; the probability of each token is one half.
+    """Returns the same texts in each trajectory, one per turn; the probability of each token is one half.
 
     Args:
-        texts: what it says; the last one again and again.
+        texts: the texts; the last one is repeated.
         template: encodes and decodes.
     """
 
@@ -86,7 +86,7 @@ class ScriptedSampler(Sampler):
 
 
 class ScriptedAPI(API):
-    """Says the same texts in each trajectory, one a turn."""
+    """Returns the same texts in each trajectory, one per turn."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)

@@ -154,7 +154,7 @@ _OWN_WORDS = ("weight", "loss")
 
 
 def turn_weights(scale: Any, trajectory: Mapping[str, Any], rounds: Any) -> list[TurnWeight]:
-    """Return the weight of each message of a row: what the loss scale says, times what the message says of itself.
+    """Return the weight of each message of a row: that of the loss scale times that of the message itself.
 
     Args:
         scale: a `LossScale`, or a function of the same form.
@@ -189,7 +189,7 @@ def weighted_spans(
         chat: the chat template.
         messages: the whole conversation, adapted to it.
         weights: one for each message of the row.
-        added: how many messages stand before those of the row.
+        added: number of messages before those of the row.
 
     Returns:
         The text; `(start, end)` characters, in order and disjoint; and the weight of each of these spans.
@@ -424,7 +424,7 @@ def text_tokens(tokenizer: Any, trajectory: Mapping[str, Any], trained: bool) ->
 
 
 def feature_of(row: Mapping[str, Any], part: Marked, weighted: bool = False) -> dict[str, Any]:
-    """Return one encoded row: the model's inputs as lists, beside the keys of `row`, which ride along.
+    """Return one encoded row: the model's inputs as lists, and the other keys of `row`.
 
     Args:
         row: the conversation.

@@ -47,7 +47,7 @@ class TextOnly:
         return input_feature
 
     def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
-        """Return the ids as vLLM wants them; the same for text."""
+        """Return the ids in the form that vLLM requires; unchanged for text."""
         return input_ids
 
     def pre_forward_hook(self, model: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ def plain_messages(trajectory: Mapping[str, Any], any_weight: bool = False) -> l
     """
     messages = trajectory.get("messages")
     if messages is None:
-        # A table has every column in each row; one that only other rows fill is None here.
+        # Rows of a table have all columns; those that only other rows fill are None.
         filled = ", ".join(str(key) for key, value in trajectory.items() if value is not None)
         raise EncodeError(
             f"no 'messages' in the row (it has: {filled or 'nothing'}); a preprocessor makes them of other columns, "
@@ -65,10 +65,10 @@ def _plain_message(message: Any, where: str, any_weight: bool) -> dict[str, Any]
 
 
 def is_trained(message: Mapping[str, Any], where: str, any_weight: bool = False) -> bool | None:
-    """Return what a message says of its own training, by OpenAI's `weight` (0 or 1) or by `loss` (true or false).
+    """Return whether a message is trained, by OpenAI's `weight` (0 or 1) or by `loss` (true or false).
 
     Returns:
-        None where it says nothing.
+        None if it has neither key.
 
     Raises:
         EncodeError: another value, or the two disagree.
@@ -92,7 +92,7 @@ def _is_weight(weight: Any) -> bool:
 
 
 def plain_tools(trajectory: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools of a trajectory without None-valued keys; None where there are none.
+    """Return the tools of a trajectory without None-valued keys; None if it has no tools.
 
     Raises:
         EncodeError: they are no list of JSON schemas.

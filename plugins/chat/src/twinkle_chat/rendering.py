@@ -1,4 +1,4 @@
-"""Renders messages to text with a tokenizer's chat template, and says what went wrong when it cannot."""
+"""Renders messages to text with a tokenizer's chat template, and explains failures."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,11 +67,11 @@ class ChatRenderer:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the chat template itself says what the assistant writes, by `{% generation %}`."""
+        """Whether the chat template marks the assistant's text by `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     def adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in the dialect of this chat template: where reasoning goes, and the form of tool calls."""
+        """Return messages in the form that this chat template expects, for reasoning and tool calls."""
         inlined = [inline_reasoning(message) for message in messages]
         if not _REASONING.search(self.source):
             return self.adapt_calls(inlined)
@@ -176,7 +176,7 @@ class ChatRenderer:
         return text, [(int(start), int(end)) for start, end in spans]
 
     def _jinja(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, Sequence[Any]]:
-        """Render without the tokenizer, which drops keys whose value is None: some chat templates ask for None."""
+        """Render without the tokenizer, which drops keys with the value None: some chat templates test for None."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: Mapping[str, Any] = self.tokenizer.special_tokens_map

@@ -275,7 +275,7 @@ class Template(TextOnly):
         return [self.decode(ids, **kwargs) for ids in token_ids]
 
     def parse_tool_call(self, decoded: str) -> list[ToolCall]:
-        """Return the tool calls in generated text, read by the first installed parser that knows their form."""
+        """Return the tool calls in generated text, parsed by the first installed parser that detects its format."""
         parser = detect_first(decoded)
         return parser.parse(decoded) if parser else []
 

@@ -16,10 +16,10 @@ from twinkle_chat.rendering import ChatRenderer, Span
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A rendered conversation with stand-ins, cut at them.
+    """A rendered conversation with placeholders, split at them.
 
     Attributes:
-        pieces: the texts before, between and after the stand-ins.
+        pieces: the texts before, between and after the placeholders.
         marks: message and field of each stand-in: `r` is reasoning, `c` content, `n0` the name of the first call, `a0`
             its arguments, `o` the content of a message that is not looked for.
     """
@@ -45,7 +45,7 @@ def render_whole_calls(
 
 
 def stem_for(text: str) -> str:
-    """Return how stand-ins begin that are not in a text."""
+    """Return a prefix for placeholders that does not occur in a text."""
     stem = "TWINKLETURN"
     while stem in text:
         stem += "X"
@@ -61,7 +61,7 @@ def render_marked(
     others: Collection[int] = (),
     prompt: bool = False,
 ) -> Marked | None:
-    """Render the conversation with stand-ins for what some messages say.
+    """Render the conversation with placeholders for the text of some messages.
 
     A chat template may repeat the name of a call in the header of its result. Such a repetition is no part of the turn,
     so it is read as the name itself.
@@ -69,14 +69,14 @@ def render_marked(
     Args:
         chat: the chat template.
         messages: the conversation.
-        indices: the messages that are looked for.
-        stem: how the stand-ins begin.
-        whole_calls: stand in for all names and arguments, not for the first name alone.
-        others: messages whose content is stood in for, too.
+        indices: the messages to locate.
+        stem: prefix of the placeholders.
+        whole_calls: use placeholders for all names and arguments, not only for the first name.
+        others: further messages whose content is replaced by placeholders.
         prompt: end with the generation prompt.
 
     Returns:
-        The texts and the marks; None where the chat template refuses the stand-ins.
+        The texts and the marks; None if the chat template refuses the placeholders.
     """
     marked: list[dict[str, Any]] = list(messages)
     for index in indices:
@@ -145,7 +145,7 @@ def common_start(first: str, second: str) -> int:
 
 
 class Prompts:
-    """Knows where the model takes over in each turn: after the generation prompt, as far as the text has it there.
+    """Finds where the model's text begins in each turn: after the generation prompt, if the text has it there.
 
     What follows is the model's: the tag that opens its reasoning or a call, or the space before its first word.
     """
@@ -168,7 +168,7 @@ class Prompts:
         return start + len(prompted) if prompted.strip() and self._text.startswith(prompted, start) else start
 
     def measured(self, index: int, first: int) -> int:
-        """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
+        """Return the start of turn `index` by its own generation prompt, independent of other turns."""
         prompt = _prompt(self._chat, self._messages, index)
         before, plain = self._text[:first], self._chat.render(self._messages[:index]) if index else ""
         if not prompt:
@@ -182,7 +182,7 @@ class Prompts:
 
 
 def _prompt(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int) -> str | None:
-    """Render what the model is prompted with before turn `index`; None where the chat template wants more messages."""
+    """Render the prompt of turn `index`; None if the chat template requires more messages."""
     try:
         return chat.prompt(messages[:index]) if index else None
     except EncodeError:
@@ -196,7 +196,7 @@ def _knows_prompts(chat: ChatRenderer, messages: Sequence[dict[str, Any]]) -> bo
 
 
 class _Leads:
-    """Knows how much of what the chat template writes before the words of a turn belongs to the turn.
+    """Finds how much of the template's text before the text of a turn belongs to the turn.
 
     The text between the words of the message before and those of the turn is compared with what the chat template
     writes behind the former in the generation prompt. The part that both have is the message's, the rest the turn's.
@@ -263,7 +263,7 @@ class _Leads:
 
 
 def _pieces_before(marked: Marked | None) -> dict[int, tuple[tuple[int, str], str]]:
-    """Return for each turn the stand-in before its first one, and the text between the two."""
+    """Return for each turn the placeholder before its first one, and the text between the two."""
     before: dict[int, tuple[tuple[int, str], str]] = {}
     if marked is None:
         return before
@@ -487,7 +487,7 @@ def _before(following: int, part: Span) -> Span:
 
 
 def turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
-    """Return the characters of what message `index`, of any role, says, with the token that ends its turn.
+    """Return the character range of message `index`, of any role, with the token that ends its turn.
 
     Raises:
         EncodeError: it cannot be found in `text`, the rendered conversation.
@@ -537,7 +537,7 @@ def _require_calls(messages: Sequence[dict[str, Any]], turns: Sequence[int], who
 def _places(
     chat: ChatRenderer, messages: Sequence[dict[str, Any]], indices: Sequence[int], text: str, whole: Marked | None
 ) -> list[_Place] | None:
-    """Find what each of some turns says; None where a turn is not found, or could be in more than one place.
+    """Locate the text of some turns; None for a turn that is not found, or occurs more than once.
 
     Comparing prefixes of the conversation is not enough: some chat templates drop the reasoning of earlier turns, so
     that the text of a turn depends on what follows it.
@@ -556,7 +556,7 @@ def _places(
     for number, (owner, fields) in enumerate(words.marks):
         (first, last), after = gaps[number], words.pieces[number + 1]
         last += closings.of_calls(owner, after) if "n" in fields else closings.of_words(owner, after)
-        if number and words.marks[number - 1][0] == owner:  # what a turn says behind its calls
+        if number and words.marks[number - 1][0] == owner:  # text of a turn after its calls
             place = places.pop()
             *parts, (start, end) = place.parts
             parts += [(start, last)] if end == first else [(start, end), (first, last)]

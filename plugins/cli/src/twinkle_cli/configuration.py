@@ -163,7 +163,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text; `yaml.YAMLError` where it is none."""
+    """Return the value of a YAML text; raises `yaml.YAMLError` if it is not valid."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -205,7 +205,7 @@ def parse_value(text: str, option: Option) -> Any:
     if is_list(option) and not text.lstrip().startswith("["):
         return [parse_value(text, _element(option))] if text else []
     if texts and not wanted & {bool, int, float} and not text.lstrip().startswith(("[", "{")):
-        return text  # `User:` and `#` are texts, whatever they are in YAML
+        return text  # `User:` and `#` are texts here, despite their meaning in YAML
     value = _yaml(text)
     if texts and isinstance(value, bool | int | float) and type(value) not in wanted:
         return text

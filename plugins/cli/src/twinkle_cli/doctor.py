@@ -106,7 +106,7 @@ def _conflicts(registry: Registry) -> Iterator[Problem]:
 
 
 def _missing(registry: Registry) -> Iterator[Problem]:
-    """Yield what components require and is not there; what an extra brings is missing for those who want it only."""
+    """Yield missing requirements of components; those of an extra are reported as optional."""
     dists = {record.name: record.dist for record in registry.records}
     lacking: dict[tuple[str, MissingRequirement], list[str]] = {}
     known: dict[tuple[str, ...], list[MissingRequirement]] = {}  # most components of a plugin need the same
@@ -129,7 +129,7 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 def _promises(registry: Registry) -> Iterator[Problem]:
     """Yield components and hooks whose module, or whose name in it, is not there or is not valid Python.
 
-    Nothing is imported: what raises at import is not found, nor a name that only running the module can tell.
+    Nothing is imported, so errors at import, and names that are defined at run time, are not detected.
     """
     for record in registry.records:
         for wrong, names in syntax_errors(record).items():
@@ -160,7 +160,7 @@ def _exists(module: str) -> bool:
 
 
 def _lock(registry: Registry) -> Iterator[Problem]:
-    """Yield what is not as twinkle.lock says, if there is a lock."""
+    """Yield differences from twinkle.lock, if there is a lock."""
     import os
 
     from twinkle_registry.settings import lock_path
@@ -175,7 +175,7 @@ def _lock(registry: Registry) -> Iterator[Problem]:
             return  # told already, and nothing can be checked against it
         checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
     except NotTrusted:
-        return  # the notice of the registry says that this lock is ignored
+        return  # the registry has already reported that this lock is ignored
     except SettingsError as error:
         yield Problem("lock", str(error))
         return

@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(sorted(self._summaries().items()))
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run a command line; an error of ours is one message and exit code 2, with `--debug` a traceback as well."""
+        """Run a command line; a `TwinkleError` prints its message (with `--debug` a traceback) and exits with 2."""
         from twinkle.errors import TwinkleError
 
         given = sys.argv[1:] if args is None else list(args)
@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":  # one of several says it for all
+            if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
                 click.echo("Interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
 
@@ -158,7 +158,7 @@ def plugins_command(name: str, group: str = "") -> click.Command | None:
     dist, slash, bare = name.rpartition("/")
     full = f"{group} {bare}".strip()
     spec = commands.get(f"{dist}{slash}{full}")
-    if spec is None and dist:  # a command that bears the name of one of ours
+    if spec is None and dist:  # a command with the name of a built-in one
         spec = commands[full] if full in commands and commands[full].dist == dist else None
     if spec is None:
         return None
@@ -169,7 +169,7 @@ def plugins_command(name: str, group: str = "") -> click.Command | None:
 
 
 def _show_notices_plainly() -> None:
-    """Make what the registry warns of (settings in vain, commands in conflict) one line without file and code."""
+    """Print warnings of the registry (unused settings, conflicting commands) as one line without file and code."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> None:
@@ -264,7 +264,7 @@ class PluginsGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; one that is not installed is an error that says which package has it."""
+        """Find the command; if it is not installed, the error names the package that provides it."""
         name = args[0]
         if not name.startswith("-") and name not in self.commands:
             names = self.list_commands(ctx)

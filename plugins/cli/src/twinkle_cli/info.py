@@ -215,7 +215,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
 
 
 def _as_used(record: PluginRecord, spec: ComponentSpec) -> PluginRecord:
-    """Return the record as it stands for one component, which is imported: if it cannot be, it is broken or refused."""
+    """Return the record with the status of one component after its import: ok, broken or refused."""
     if record.status != "ok":
         return record
     try:

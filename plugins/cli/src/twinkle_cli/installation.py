@@ -16,7 +16,7 @@ from twinkle_registry.naming import canonical
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and what to do about it (empty where `what` says it).
+    """A problem and its remedy (empty if `what` contains it).
 
     Attributes:
         kind: what sort of thing.
@@ -75,7 +75,7 @@ def second_owners(dists: Iterable[Distribution], records: Iterable[PluginRecord]
 
 
 def second_commands(dists: Iterable[Distribution]) -> Iterator[Problem]:
-    """Yield distributions that install a command `twinkle` beside ours: whichever came last has overwritten it."""
+    """Yield other distributions that install a command `twinkle`: the last installed one has overwritten the others."""
     for dist in dists:
         commands = [entry.name for entry in dist.entry_points if entry.group == "console_scripts"]
         if "twinkle" in commands and canonical(name := _name(dist)) != "twinkle-cli":

@@ -1,4 +1,4 @@
-"""Finds the lines of a manifest that its problems are about; tomllib does not tell where a key stands."""
+"""Finds the lines of problems in a manifest, because tomllib does not report positions of keys."""
 
 import re
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ def _key_of(table: _Table, key: str) -> int:
 
 
 def _hooks_line(tables: list[_Table], key: str) -> int:
-    """`hooks` is one line at the top, or a table of its own."""
+    """`hooks` is one line at the top, or a separate table."""
     own = [table for table in tables if table.name == "hooks"]
     return _key_of(own[0], key) if own else tables[0].keys.get("hooks", (0, ""))[0]
 

@@ -120,7 +120,7 @@ def _list_components(kind: str, as_json: bool) -> None:
 
 
 def _in_one_line(reason: str) -> str:
-    """Return a text whose problems stand on lines of their own as one line: `file: 2 problems: this; that`."""
+    """Return a text with one problem per line as a single line: `file: 2 problems: this; that`."""
     head, *problems = [" ".join(line.split()) for line in reason.splitlines()]
     return f"{head}: {'; '.join(problems)}" if problems else head
 

@@ -16,7 +16,7 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
-    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered.
+    """Return one plugin as in `plugins list --json`; `kinds` maps a kind to names of components.
 
     `lacks` are requirements of its components that are not installed.
     """

@@ -249,7 +249,7 @@ def _known_recipes() -> str:
 
 @contextmanager
 def interrupt_afterwards() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a first Ctrl-C at the end of the block, whatever came of it; a second one at once.
+    """Delay the KeyboardInterrupt of a first Ctrl-C to the end of the block; raise that of a second one immediately.
 
     Outside the main thread, where signals cannot be listened for, it does nothing.
     """
@@ -274,7 +274,7 @@ def interrupt_afterwards() -> Iterator[None]:
 
 
 def process_count(text: str | None) -> int:
-    """Return how many processes `--nproc` asks for; 1 where it is not given.
+    """Return the number of processes from `--nproc`; 1 if it is not given.
 
     Raises:
         ConfigError: it is no number from 1 on, or the processes are started already.
@@ -334,7 +334,7 @@ def start_ranks(processes: int, arguments: Sequence[str]) -> int:
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without `--nproc N`, which torchrun would take for a flag of its own."""
+    """Return the arguments without `--nproc N`, which torchrun would interpret as its own flag."""
     rest, kept = iter(arguments), []
     for argument in rest:
         if argument == "--nproc":

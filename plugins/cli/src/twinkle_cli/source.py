@@ -34,7 +34,7 @@ def surely_lacks(ref: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _bound_names(file: str) -> frozenset[str]:
-    """Return all names that a file uses or binds, in whatever scope; nothing where it cannot be told."""
+    """Return all names that a file uses or binds, in any scope; empty if they cannot be determined."""
     try:
         tree = ast.parse(Path(file).read_text("utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError):

@@ -46,7 +46,7 @@ _folder = click.argument("folder", default=".", type=click.Path(exists=True, fil
 @click.option("--list", "listing", is_flag=True, help="List what is trusted instead.")
 @_json
 def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
-    """Show what FOLDER (by default this one) asks for, ask, and trust it.
+    """Show the requests of FOLDER (by default the current one), ask, and trust it.
 
     `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until something other than Twinkle edits them, and
     `twinkle plugins test` runs code of the folder without asking. With --json and without --yes nothing is asked and
@@ -100,7 +100,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _content(file: Path) -> bytes | None:
-    """Return what a file holds, or None where there is none."""
+    """Return the content of a file, or None if it does not exist."""
     from twinkle.errors import SettingsError
 
     if not file.exists():
@@ -114,7 +114,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _asks(file: Path, content: bytes) -> list[str]:
-    """Return what a file asks for, one line for each, made printable.
+    """Return the requests of a file in printable form, one line each.
 
     Raises:
         SettingsError: the file is damaged; nothing of it can be trusted.

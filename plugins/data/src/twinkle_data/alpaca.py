@@ -13,7 +13,7 @@ _OWNER = "AlpacaProcessor"
 class AlpacaProcessor(Preprocessor):
     """Turns `instruction`, `input` and `output` into messages.
 
-    The input, where there is one, stands below the instruction, with an empty line between. Columns `system` (text) and
+    The input, if any, follows the instruction after an empty line. Columns `system` (text) and
     `history` (a list of [question, answer]), which some data sets have, become the turns before.
 
     Returned columns: `messages`.

@@ -189,7 +189,7 @@ def _story(random: Random, expression: Operation, language: str) -> str:
 
 
 def _answer(expression: Operation, language: str, form: str) -> str:
-    """Return the worked answer: each operation on a line of its own, then the result."""
+    """Return the worked answer: one operation per line, then the result."""
     lines = [f"{written(step, _bracketed)} = {result}" for step, result in steps(expression)]
     return "\n".join([*lines, conclusion(value(expression), language, form)])
 

@@ -45,7 +45,7 @@ class DeduplicationFilter(Filter):
         self._process = os.getpid()
 
     def reset(self) -> None:
-        """Forget the rows seen so far."""
+        """Clear the rows seen so far."""
         self._seen.clear()
 
     def __call__(self, row: Mapping[str, Any]) -> bool:

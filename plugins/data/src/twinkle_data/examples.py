@@ -70,7 +70,7 @@ OLYMPIAD = {
 
 
 class Capacity:
-    """A template that only says how long a pack may be."""
+    """A template that only defines the length of a pack."""
 
     max_length = 12
 

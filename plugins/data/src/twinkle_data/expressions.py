@@ -131,7 +131,7 @@ def written(
     Args:
         expression: what to write.
         number: writes a number.
-        signs: what stands between two operands for each sign, spaces included; by default the sign itself.
+        signs: text between two operands for each sign, including spaces; by default the sign itself.
         brackets: around an operand that comes first.
     """
 

@@ -11,7 +11,7 @@ from twinkle.errors import ModelLoadError, RequirementMissing
 from twinkle.paths import cache_dir, new_directory, write_text
 
 _NEEDS = ("torch", "transformers", "accelerate", "safetensors", "gguf", "sentencepiece")
-_RECIPE = "1"  # raised when the conversion changes, so that old results are made anew
+_RECIPE = "1"  # incremented when the conversion changes, so that cached results are converted again
 
 
 def converted(path: Path) -> Path:
@@ -97,7 +97,7 @@ def _convert(path: Path, folder: Path) -> None:
             _forget_quantization(model)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except Exception as error:  # whatever a parser trips over in damaged bytes, down to struct.error
+    except Exception as error:  # damaged bytes can raise any error in the parser, such as struct.error
         raise ModelLoadError(
             f"cannot read {path}: {type(error).__name__}: {error}; the file is damaged, or transformers does not know "
             "its architecture as GGUF: use the model's safetensors folder instead"

@@ -30,7 +30,7 @@ class RoleLossScale(LossScale):
 
 
 class LastRoundLossScale(LossScale):
-    """Trains what the assistant says after the last user message, its tool calls and what follows them included.
+    """Trains the assistant's turns after the last user message, including tool calls and the turns after them.
 
     Args:
         earlier: the weight of the assistant's turns before that.
@@ -157,7 +157,7 @@ def _compiled(text: Any) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, TypeError) as error:
-        raise ArgumentError(f"PatternLossScale: {text!r} is no regular expression: {error}") from error
+        raise ArgumentError(f"PatternLossScale: {text!r} is not a regular expression: {error}") from error
 
 
 def _checked(what: str, weight: Any) -> float:

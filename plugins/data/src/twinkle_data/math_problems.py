@@ -39,7 +39,7 @@ class CompetitionMathGRPOProcessor(Preprocessor):
     """Turns `problem` and `solution` into a prompt; `user_data` has the whole `solution`, for a reward to compare with.
 
     Args:
-        system: the system message; by default it asks for the answer in a box, and "" is none.
+        system: the system message; by default it requests the answer in a box; "" means none.
 
     Returned columns: `messages`, `user_data`.
     """
@@ -65,7 +65,7 @@ class GSM8KProcessor(Preprocessor):
     """Turns `question` and `answer`, which ends in `#### number`, into a prompt with that number as `ground_truth`.
 
     Args:
-        system: the system message; by default it asks for the form of the answers in the data, and "" is none.
+        system: the system message; by default it requests the format of the answers in the data; "" means none.
         add_assistant: let the worked answer follow, for supervised training.
 
     Returned columns: `messages`, `user_data`.
@@ -100,7 +100,7 @@ class CountdownProcessor(Preprocessor):
     """Turns `nums` and `target` into a prompt to reach the target with the numbers, each used once.
 
     Args:
-        system: the system message; by default it says how to answer, and "" is none.
+        system: the system message; by default it describes the format of the answer; "" means none.
 
     Returned columns: `messages`, `user_data` with `target` (a number) and `nums` (a list).
     """

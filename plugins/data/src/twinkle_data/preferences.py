@@ -120,7 +120,7 @@ class PreferenceProcessor(Preprocessor):
 
 
 def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
-    """Return a text as a message of `role`, and messages as they are; None is none of them."""
+    """Return a text as a message of `role`, a list of messages unchanged, and None for other values."""
     if value is None:
         return []
     if isinstance(value, str) and value.strip():

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class InputProcessor:
     """Collates encoded rows to one batch of tensors on the CPU, with padding or without; the model moves it.
 
-    Anything callable as `processor(inputs) -> batch` may stand in for it.
+    Any callable `processor(inputs) -> batch` can be used instead.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class InputProcessor:
     def unpack_packed_sequences(
         self, inputs: InputBatch, outputs: ModelOutput | None = None, task: str = "causal_lm"
     ) -> tuple[InputBatch, ModelOutput | None]:
-        """Return a batch, and what a model made of it, with one padded row for each sequence.
+        """Return a batch, and a model's outputs for it, with one padded row for each sequence.
 
         Args:
             inputs: a batch without padding, or with packed rows: `[B, T]`.
@@ -173,7 +173,7 @@ class InputProcessor:
         return unpacked
 
     def add_extra_padding_free_args(self, inputs: InputBatch) -> InputBatch:
-        """Add what flash-attention kernels of transformers ask for, to call a Hugging Face model by hand.
+        """Add the arguments for flash-attention kernels of transformers, to call a Hugging Face model directly.
 
         Args:
             inputs: a batch without padding, `[1, T]`.

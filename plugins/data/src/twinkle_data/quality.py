@@ -49,7 +49,7 @@ class RepetitionFilter(Filter):
         return all(self.repetition(text) <= self.max_share for text in contents if len(text) >= self.min_length)
 
     def repetition(self, text: str) -> float:
-        """Return the share of the text's runs that stood in it before."""
+        """Return the share of the text's runs that occur earlier in it."""
         runs = len(text) - self.size + 1
         if runs < 1:
             return 0.0
@@ -83,7 +83,7 @@ class CharacterFilter(Filter):
         self.roles, self.column = checked_roles(roles, owner), column
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Say whether every text of the row is made of words.
+        """Return whether every text of the row consists of words.
 
         Raises:
             DataError: the row has no conversation, or lacks the column.

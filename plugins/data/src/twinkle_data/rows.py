@@ -41,7 +41,7 @@ def text_of(row: Mapping[str, Any], column: str, number: int, owner: str) -> str
 
 
 def optional_text(row: Mapping[str, Any], column: str, number: int, owner: str) -> str:
-    """Return the text in a column that a row may lack; then, or where it is None or blank, the empty text."""
+    """Return the text in an optional column; the empty text if it is missing, None or blank."""
     value = row.get(column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return ""

@@ -24,7 +24,7 @@ class SelfCognitionProcessor(Preprocessor):
     Args:
         model_name: the model's name; or a pair (Chinese, English), of which each row takes the one of its column
             `language` (or `tag`): texts that start with `zh` or `en`.
-        model_author: who made the model, likewise.
+        model_author: author of the model, in the same form.
 
     Raises:
         ArgumentError: neither a text nor a pair of texts.

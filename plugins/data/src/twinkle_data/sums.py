@@ -37,7 +37,7 @@ def sums(
         operands: how many numbers a problem has.
         digits: how many digits a number has at most; they are drawn from 0 to 10^digits - 1.
         operations: `add`, `subtract` (never below 0) or `multiply`, or several, of which each problem has one.
-        question: what is asked; `{}` stands for the expression.
+        question: text of the question; `{}` is replaced by the expression.
 
     Returns:
         Rows of `messages` (the question alone), `user_data` with `ground_truth`, `question`, `answer` and `expression`.

@@ -14,7 +14,7 @@ def conversations(row: Mapping[str, Any], owner: str) -> list[list[Mapping[str, 
     """Return the conversations of a row: its `messages`, or both of a preference pair.
 
     Raises:
-        DataError: there is none, or it is no list of messages.
+        DataError: the column is missing, or is not a list of messages.
     """
     if row.get("messages") is not None:
         talks = {"messages": row["messages"]}
@@ -41,7 +41,7 @@ def said(message: Mapping[str, Any]) -> str:
 
 
 def texts(row: Mapping[str, Any], column: str | None, roles: Sequence[str] | None, owner: str) -> Iterator[str]:
-    """Yield the text in `column`, or, where that is None, what each message says whose role is one of `roles`.
+    """Yield the text in `column`, or, if that is None, the text of each message with one of `roles`.
 
     Raises:
         DataError: there is no such column, it holds no text, or the row has no conversation.

@@ -24,10 +24,10 @@ _NUMBERED = re.compile(r"<image_?(\d+)>")
 class CLEVRProcessor(Preprocessor):
     """Turns `image`, `problem` and `solution` into a prompt with an image; `ground_truth` is the answer.
 
-    The answer is what stands inside `<answer>` and `</answer>` in the solution, or all of it.
+    The answer is the text between `<answer>` and `</answer>` in the solution, or the whole solution.
 
     Args:
-        system: the system message; by default it asks for these tags, and "" is none.
+        system: the system message; by default it requests these tags; "" means none.
 
     Returned columns: `messages`, `images` (a list with one), `user_data`.
     """
@@ -66,7 +66,7 @@ class OlympiadBenchProcessor(Preprocessor):
 
     Args:
         system: the system message, if any.
-        language: of the sentence after the question that asks for the answer in a box: `zh` or `en`.
+        language: language of the sentence after the question that requests the answer in a box: `zh` or `en`.
 
     Returned columns: `messages`, `images` (a list, empty for questions of text alone), `user_data`.
     """
@@ -106,7 +106,7 @@ class OlympiadBenchProcessor(Preprocessor):
 
 
 def _images(row: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the images of a row by their numbers, which begin with 1."""
+    """Return the images of a row by their numbers, from 1."""
     if row.get("images") is not None:
         return dict(enumerate(row["images"], 1))
     names = [name for name in row if _IMAGE.fullmatch(name) and row[name] is not None]

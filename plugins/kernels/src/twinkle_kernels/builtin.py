@@ -1,4 +1,4 @@
-"""Mappings of the house: which kernel for which layer of the families of models that transformers has."""
+"""Twinkle's mappings of kernels to layers of the model families of transformers."""
 
 import sys
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def builtin_mapping(model: Any = None) -> dict[Any, Any]:
 
 
 def liger_builtin(model: Any = None) -> dict[Any, Any]:
-    """Return a mapping to Liger's Triton kernels for CUDA devices; what `model` is, `builtin_mapping` says.
+    """Return a mapping to Liger's Triton kernels for CUDA devices; for `model`, see `builtin_mapping`.
 
     Raises:
         RequirementMissing: liger-kernel is not installed.
@@ -55,7 +55,7 @@ def liger_builtin(model: Any = None) -> dict[Any, Any]:
 
 
 def npu_builtin(model: Any = None) -> dict[Any, Any]:
-    """Return a mapping to torch-npu's kernels for Ascend devices; what `model` is, `builtin_mapping` says.
+    """Return a mapping to torch-npu's kernels for Ascend devices; for `model`, see `builtin_mapping`.
 
     Raises:
         RequirementMissing: torch-npu is not installed.

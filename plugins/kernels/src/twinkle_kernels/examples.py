@@ -54,7 +54,7 @@ def _norm(cls: Any) -> dict[str, Any]:
     import torch
 
     x, weight = torch.randn(3, 5, 16, generator=_draw()), torch.randn(16, generator=_draw())
-    # The layer itself computes in float32, whatever it is given: in float64 there is nothing better to compare with.
+    # The layer itself always computes in float32, so float64 inputs would give no better reference.
     return _layer(cls(16), [x, weight], ("float32", "bfloat16"))
 
 

@@ -22,14 +22,14 @@ def torch_module(model: Any) -> Any:
     """Return the `torch.nn.Module` that is meant: the object itself, or what it has as `model`.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: `model` is not and does not have a `torch.nn.Module`.
     """
     from torch import nn
 
     for found in (model, getattr(model, "model", None)):
         if isinstance(found, nn.Module):
             return found
-    raise ArgumentError(f"kernelize: {type(model).__name__} is no torch.nn.Module and has none as its .model")
+    raise ArgumentError(f"kernelize: {type(model).__name__} is not a torch.nn.Module and has none as its .model")
 
 
 def layer_class(layer: Any) -> type:

@@ -1,4 +1,4 @@
-"""What stands in a layer as its `forward` while a kernel has its place."""
+"""The `forward` of a layer while a kernel replaces it."""
 
 import inspect
 import weakref
@@ -10,7 +10,7 @@ class KernelForward:
     """The forward of one layer, computed by a kernel; survives deep copies and pickling together with its layer.
 
     A kernel that is a `torch.nn.Module` class gets as `self` an object of that class that shares the layer's
-    attributes: parameters, buffers and submodules are the layer's own, whatever has been put in their place since.
+    attributes: parameters, buffers and submodules are the present ones of the layer, even if they were replaced.
 
     Args:
         layer: whose forward it is.

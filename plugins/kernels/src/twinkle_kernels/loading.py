@@ -26,7 +26,7 @@ def load_reference(ref: HubRef) -> Any:
         module = _load(ref)
     except TwinkleError:
         raise
-    except Exception as error:  # whatever a client, or code at its import, raises
+    except Exception as error:  # a client, or code at its import, may raise anything
         reason = " ".join(str(error).split())
         raise HubError(f"{ref} cannot be loaded: {type(error).__name__}: {reason}") from error
     return _member(module, ref)
@@ -111,7 +111,7 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
 
 
 def _whereabouts(repo: str, revision: str, api: Any) -> tuple[str, str]:
-    """Return where a repository is now, and which commit a revision of it is; offline, what the cache says."""
+    """Return the present address of a repository and the commit of a revision; offline, from the cache."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:

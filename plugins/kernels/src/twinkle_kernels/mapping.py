@@ -1,4 +1,4 @@
-"""What a mapping says: its keys checked, and for each of them the kernel of one device."""
+"""Reads a mapping: checks its keys, and selects the kernel of the device for each of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def check_mapping(mapping: Any) -> dict[Key, Any]:
                 raise ArgumentError(f"kernelize: {key_name(key)}: an empty dict names no device; there are {DEVICES}")
             for device in value:
                 if device not in DEVICES:
-                    raise ArgumentError(f"kernelize: {key_name(key)}: {device!r} is no device; {_nearest(device)}")
+                    raise ArgumentError(f"kernelize: {key_name(key)}: {device!r} is not a device; {_nearest(device)}")
     return dict(mapping)
 
 
@@ -45,11 +45,11 @@ def kernel_for(key: Key, value: Any, device: str, *, replaces_class: bool = Fals
         key: a layer's class, or a dotted path.
         value: a class, a callable, a `HubRef`, a component's name, or a dict of those by device.
         device: torch's name of the device type.
-        replaces_class: whether what the dotted path names is a class, in whose place only a class can stand.
+        replaces_class: whether the dotted path names a class, which only a class can replace.
 
     Raises:
         ArgumentError: the value is nothing of this.
-        Unsupported: the kernel says that it does not run on the device.
+        Unsupported: the kernel does not support the device.
     """
     if isinstance(value, Mapping):
         value = value.get(device, value.get("default"))

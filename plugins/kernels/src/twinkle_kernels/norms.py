@@ -88,7 +88,7 @@ class _ShiftedRMSNorm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `(mean(x^2) + epsilon)^-1/2` `[..., 1]` and `x` times that, both float32 and nobody else's.
+    """Return `(mean(x^2) + epsilon)^-1/2` `[..., 1]` and `x` times that, both new float32 tensors.
 
     Computed in the order of the layers, so that the numbers are theirs.
     """

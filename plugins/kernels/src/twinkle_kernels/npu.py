@@ -1,4 +1,4 @@
-"""Kernels of torch-npu in place of transformers' layers, for Ascend devices; nobody has run them yet."""
+"""Kernels of torch-npu for transformers' layers on Ascend devices; not tested on such a device yet."""
 
 from typing import ClassVar
 

@@ -42,7 +42,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
     adds to what is there, as `dict.update` does. Where anything fails, all is as before.
 
     Args:
-        model: a `torch.nn.Module`, or a model or sampler of ours around one.
+        model: a `torch.nn.Module`, or a model or sampler of Twinkle around one.
         mapping: from a layer's class (layers of exactly that class) or a dotted path (what an importable module or
             class has under that name, for the whole process) to a kernel: a class, a callable, `hub(...)`, the name
             of a `kernel` component in any form, or a dict of those by device (`cpu`, `cuda`, `npu`, `mps`, `xpu`,
@@ -56,7 +56,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
         Unsupported: a kernel does not run on the device of its layer.
         PatchError: a patch, or another kernelized model, has the layer or function.
         RequirementMissing: a package that a kernel needs is not installed.
-        NotTrusted: it is code from a Hub that nobody allowed.
+        NotTrusted: the kernel is code from a Hub that is not trusted.
     """
     if mapping is None:
         from twinkle_kernels.builtin import builtin_mapping
@@ -111,7 +111,7 @@ def unkernelize(model: Any) -> Any:
 
 
 def _check_free(owner: Any, name: str, kernel: Any) -> None:
-    """Refuse to go over what somebody else has put there."""
+    """Refuse to replace a forward or function that other code has replaced."""
     if isinstance(kernel, KernelForward):
         there = owner.__dict__.get(name)
         if isinstance(there, KernelForward):
@@ -146,7 +146,7 @@ def _inside(target: Any) -> list[Any]:
 
 
 def _apply(model: Any, target: Any, patch: Kernels) -> None:
-    """Apply the patch by a model's own method where it has one: it may have to look at itself anew."""
+    """Apply the patch by the model's own method, if it has one, because it may have to inspect itself again."""
     from twinkle.patch import apply_patch
 
     if not patch.plan:
@@ -171,7 +171,7 @@ def _undo(model: Any, application: Any) -> None:
 
 
 def _device_of_all(model: Any) -> str | None:
-    """Return the device that a model of ours computes on, where its parameters may not be yet."""
+    """Return the device that a model of Twinkle computes on; its parameters may still be on another one."""
     from torch import nn
 
     device = None if isinstance(model, nn.Module) else getattr(model, "device", None)
@@ -179,7 +179,7 @@ def _device_of_all(model: Any) -> str | None:
 
 
 def _warn_unknown(mapping: Mapping[Any, Any], target: Any) -> None:
-    """Say so where the house has no kernel for any layer of the model."""
+    """Log a message if there is no kernel for any layer of the model."""
     from twinkle.logging import get_logger
 
     if not mapping:

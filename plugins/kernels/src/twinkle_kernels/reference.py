@@ -74,7 +74,7 @@ def local_folder(ref: HubRef) -> Path:
     """Return the folder of a local reference.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: the folder does not exist.
     """
     folder = Path(ref.repo).expanduser().resolve()
     if not folder.is_dir():

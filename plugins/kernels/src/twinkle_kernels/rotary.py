@@ -21,7 +21,7 @@ class RotaryKernel:
             q: `[B, N, T, D]`, or `[B, T, N, D]` with `unsqueeze_dim=2`; any floating dtype.
             k: the same with its own number of heads.
             cos: `[B, T, D]` or `[1, T, D]`, of that dtype.
-            sin: likewise.
+            sin: same shape and dtype.
             unsqueeze_dim: where the heads are.
         """
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)

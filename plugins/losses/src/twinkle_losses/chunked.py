@@ -1,4 +1,4 @@
-"""Cross entropy that says how many logits may exist at one time."""
+"""Cross entropy with a limit on the number of logits in memory."""
 
 from typing import Literal
 

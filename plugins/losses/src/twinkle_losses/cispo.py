@@ -43,7 +43,7 @@ class CISPOLoss(GRPOLoss):
             inputs: labels.
             outputs: log-probabilities.
             old_logps: one number a token.
-            ref_logps: likewise.
+            ref_logps: log-probabilities of the reference, in the same form.
             advantages: one a row, or one a token.
             rollout_logps: one number a token.
             num_items_in_batch: published, and refused: the step counts the trained tokens of all its parts by itself.

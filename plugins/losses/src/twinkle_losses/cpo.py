@@ -32,7 +32,7 @@ class CPOLoss(PairLoss):
     Args:
         beta: scale of the rewards, above 0.
         bc_coef: weight of the chosen rows' likelihood, at least 0.
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
 
     Raises:
         ArgumentError: an option is outside its range.

@@ -26,9 +26,9 @@ class CrossEntropyLoss(Loss):
       fine-tuning, arXiv:2508.05629, eq. 9)
 
     Args:
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
         reduction: "mean" or "sum"; both are published and both mean the same here, because a loss never divides: the
-            training loop divides the sum by the token count of the whole step, whatever the split.
+            training loop divides the sum by the token count of the whole step, independent of the split.
         dft: weight tokens by their probability.
         label_smoothing: e in [0, 1); not together with `dft`.
 

@@ -21,13 +21,13 @@ from twinkle_torch.head import wide
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What is told apart at some tokens, and how probable student and teacher find it.
+    """The events that are compared at some tokens, with the probabilities of student and teacher.
 
     Attributes:
         log_s: `[n, m]` log-probabilities of the student; -inf is 0.
         log_t: `[n, m]` of the teacher.
         tokens: int64 `[n, k]`, the tokens that the events are; None if they are all of the vocabulary.
-        rest: whether one more event stands at the end, for all other tokens; without it those are no events.
+        rest: whether the last event stands for all other tokens; otherwise these are ignored.
     """
 
     log_s: Tensor
@@ -127,7 +127,7 @@ def _mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
 
 
 def _mean(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return p times values, 0 where p is 0, whatever the value."""
+    """Return p times values, 0 where p is 0, also for infinite values."""
     return log_p.exp().mul_(values).masked_fill_(log_p == -math.inf, 0.0)
 
 

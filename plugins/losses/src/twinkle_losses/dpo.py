@@ -40,7 +40,7 @@ class DPOLoss(Loss):
     Args:
         beta: how much the distance from the reference costs, above 0.
         label_smoothing: e in [0, 0.5), with "sigmoid" only.
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
         loss_type: one of the terms above.
         reference_free: leave the reference out: ref_t = 0.
         sft_weight: weight of the chosen rows' likelihood, against its displacement.
@@ -94,7 +94,7 @@ class DPOLoss(Loss):
             outputs: `logps` float32 `[B, T]`.
             ref_outputs: what a reference model's forward gave for the same rows; its `logps` are `ref_logps`.
             ref_logps: `[B, T]`, or a list with a list for each row, of as many numbers as the row has trained tokens,
-                or of T and more; what stands where nothing is trained is never read.
+                or of T and more; values at untrained positions are not read.
             ref_chosen_logps: `[B / 2]`, sums over the trained tokens of the chosen rows.
             ref_rejected_logps: the same of the rejected rows.
 

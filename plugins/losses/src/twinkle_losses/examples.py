@@ -33,7 +33,7 @@ _ALL_TERMS = {"beta": 0.1, "entropy_coef": 0.01, "tis_cap": 1.1}
 
 
 def gkd() -> dict[str, Any]:
-    """A teacher that knows something of every token of the student's."""
+    """A teacher with a value for every token of the student."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -93,17 +93,17 @@ def _bounds() -> dict[str, Any]:
 
 
 def ppo() -> dict[str, Any]:
-    """Every token has bounds of its own."""
+    """Every token has its own bounds."""
     return {"row_inputs": _bounds()}
 
 
 def cispo() -> dict[str, Any]:
-    """Every token has bounds of its own."""
+    """Every token has its own bounds."""
     return {"row_inputs": _bounds(), "skip": _HELD}
 
 
 def gspo() -> dict[str, Any]:
-    """Every token has bounds of its own, and one row's mask chooses nothing."""
+    """Every token has its own bounds, and the mask of one row is empty."""
     import torch
 
     mask = torch.ones(4, 6)

@@ -28,7 +28,7 @@ class GKDLoss(Loss):
     Nothing is multiplied by the square of the temperature. Whether rows are the teacher's, a data set's (off-policy) or
     the student's own samples (on-policy) is the loop's affair.
 
-    Of a teacher given by its k most probable tokens, `rest` says what becomes of the others:
+    For a teacher given by its k most probable tokens, `rest` defines the treatment of the other tokens:
 
     - "bucket": they are one event, with the probability that is left. The divergence is exact for these k + 1 events,
       never above that of the whole distributions, and equal to it where k is the vocabulary.
@@ -41,8 +41,8 @@ class GKDLoss(Loss):
         temperature: divides the student's logits and `teacher_logits`, above 0. Log-probabilities of a teacher are
             taken as they come: make them at this temperature (`forward_only(temperature=...)`). The student's forward
             keeps its temperature of 1.
-        ignore_index: a label that is not trained, beside -100, which never is.
-        chunk_size: tokens that are compared at one time. It takes some `10 * chunk_size * V` numbers of float32 beside
+        ignore_index: a label that is not trained, in addition to -100.
+        chunk_size: tokens to compare at one time. This takes about `10 * chunk_size * V` float32 values in addition to
             the logits that are given and their gradient.
         rest: see above.
 

@@ -1,4 +1,4 @@
-"""Cross entropy by Liger's fused kernel where there is one, else by the house's own head."""
+"""Cross entropy by Liger's fused kernel if it is available, else by the head of `twinkle_torch`."""
 
 import inspect
 from functools import cache

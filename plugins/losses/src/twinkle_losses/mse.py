@@ -22,7 +22,7 @@ class MSELoss(Loss):
         """Compute the loss of one micro-batch.
 
         Args:
-            inputs: `labels`: targets `[B]`, `[B, K]` or `[B, T]`, -100 or NaN where there is none.
+            inputs: `labels`: targets `[B]`, `[B, K]` or `[B, T]`, -100 or NaN for no target.
             outputs: `logits` `[B, 1]`, `[B, K]`, `[B, T, 1]`, ...
 
         Raises:

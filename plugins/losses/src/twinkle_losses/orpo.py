@@ -20,14 +20,14 @@ class ORPOLoss(PairLoss):
 
     Where the batch has `loss_scale`, it multiplies logp_t, and the number of tokens stays. `loss_sum` is the sum over
     pairs, `denominator` the number of pairs that train something: a pair of which neither row has a trained token
-    counts nothing. A mean probability that rounds to 1 has the largest odds that its dtype can tell from infinite ones.
+    counts nothing. A mean probability that rounds to 1 has the largest finite odds of its dtype.
 
     `metrics`, sums over pairs as well: `log_odds_ratio`, `rewards/accuracies` (1 where c > r), `logps/chosen` and
     `logps/rejected` (sums of the rows' log-probabilities), `nll` (-c).
 
     Args:
         lambda_orpo: weight of the odds, at least 0.
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
 
     Raises:
         ArgumentError: an option is outside its range.

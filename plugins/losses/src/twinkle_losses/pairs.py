@@ -35,7 +35,7 @@ class Pairs:
         counts = where.counts
         if len(counts) % 2:
             raise ArgumentError(
-                f"{where.loss}: the batch has {len(counts)} rows, which are no pairs; give rows in the order [chosen, "
+                f"{where.loss}: the batch has {len(counts)} rows, which are not pairs; give rows in the order [chosen, "
                 "rejected, chosen, rejected, ...], and micro-batches of an even number of rows"
             )
         for row, (chosen, rejected) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
@@ -86,7 +86,7 @@ class Pairs:
         try:
             numbers = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ArgumentError(f"{found} are no numbers ({error}); give one a pair") from error
+            raise ArgumentError(f"{found} are not numbers ({error}); give one per pair") from error
         if tuple(numbers.shape) not in ((pairs,), (pairs, 1)):
             raise ArgumentError(
                 f"{found} has the shape {list(numbers.shape)}, the batch has {pairs} pairs; give one number a pair: "

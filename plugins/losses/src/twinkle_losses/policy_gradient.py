@@ -12,7 +12,7 @@ from twinkle_torch.trained import Trained
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LIMIT = 20.0  # e^20 is 5e8: beyond it a ratio says no more than that, and float32 would overflow at e^89
+_LIMIT = 20.0  # e^20 is 5e8: larger ratios have no further meaning, and float32 would overflow at e^89
 
 
 class PolicyGradientLoss(Loss):
@@ -42,7 +42,7 @@ class PolicyGradientLoss(Loss):
         beta: weight of the KL term; above 0 it needs `ref_logps`.
         entropy_coef: weight of the entropy H_t of the model's distribution, which is rewarded; not 0 makes the
             forward prepare it.
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
         tis_cap: the largest w_t, above 0 (2 is usual); needs `rollout_logps`.
 
     Raises:
@@ -74,7 +74,7 @@ class PolicyGradientLoss(Loss):
 
         The four arguments are tensors `[B, T]`, `[B]` or `[B, 1]`, flat lists, or lists of lists: a row with one
         number has it at each trained position, and one with as many numbers as trained positions has them there in
-        order, as a sampler returns them. What stands elsewhere is never read.
+        order, as a sampler returns them. Values at other positions are not read.
 
         Args:
             inputs: `labels` int64 `[B, T]`; optional `loss_scale` float32 `[B, T]`.
@@ -147,7 +147,7 @@ class PolicyGradientLoss(Loss):
         return logps - old
 
     def _off_sampler(self, log_weight: "Tensor") -> "tuple[Tensor | float, dict[str, Tensor]]":
-        """Return w_t for old_t - rollout_t `[B, T]`, and what the log says about it."""
+        """Return w_t for old_t - rollout_t `[B, T]`, and its metrics."""
         numbers = {"rollout_kl": _kl(log_weight)}
         if self.tis_cap is None:
             return 1.0, numbers

@@ -29,7 +29,7 @@ class SimPOLoss(PairLoss):
     Args:
         beta: scale of the rewards, above 0.
         gamma: by how much the chosen row's reward shall lead, at least 0.
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
 
     Raises:
         ArgumentError: an option is outside its range.

@@ -17,7 +17,7 @@ from twinkle_torch.trained import Trained
 
 @dataclass(frozen=True, slots=True)
 class WholeTeacher:
-    """Every token is an event of its own.
+    """Every token is a separate event.
 
     Attributes:
         take: gives the logits `[n, V]` of some of the trained tokens.
@@ -81,7 +81,7 @@ def whole_teacher(name: str, value: Any, where: Trained, vocabulary: int, temper
 
 
 def top_of_whole(teacher: WholeTeacher, k: int, vocabulary: int, rest: Rest, loss: str) -> TopTeacher:
-    """Return a teacher of which only the `k` most probable tokens are told apart.
+    """Return a teacher that distinguishes only its `k` most probable tokens.
 
     Raises:
         ArgumentError: `k` is no number of tokens.
@@ -116,7 +116,7 @@ def top_teacher(logprobs: Any, tokens: Any, where: Trained, vocabulary: int, res
     everything = slice(0, sum(where.counts))
     given, ids = take_logprobs(everything), _whole_numbers(take_tokens(everything), vocabulary, names[1], where)
     given = given.to(wide(given.dtype) if given.is_floating_point() else torch.float32)
-    # A rest below this cannot be told from none in numbers of this precision, and its logarithm says nothing.
+    # A rest below this cannot be distinguished from 0 in this precision, and its logarithm has no meaning.
     least = torch.finfo(given.dtype).eps
     others = (1 - given.double().exp().sum(-1, keepdim=True)).clamp(min=least).log()
     _check_sums(given, names[0], where)
@@ -155,7 +155,7 @@ def _check_sums(given: Tensor, name: str, where: Trained) -> None:
 
 
 def check_numbers(teacher: WholeTeacher | TopTeacher, values: Tensor, z: Tensor, where: Trained) -> None:
-    """Tell a teacher that is not a number from a student that is not.
+    """Report whether the NaN came from the teacher or from the student.
 
     Args:
         teacher: which.

@@ -28,7 +28,7 @@ class ValueLoss(Loss):
     Args:
         clip: how far a value may move from the old one; None is the plain squared error.
         coef: factor of the loss (eq. 9 has c_1, many implementations 0.5).
-        ignore_index: a label that is not trained, beside -100, which never is.
+        ignore_index: a label that is not trained, in addition to -100.
 
     Raises:
         ArgumentError: an option is outside its range.

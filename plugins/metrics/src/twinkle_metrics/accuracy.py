@@ -55,6 +55,6 @@ class Accuracy(Metric):
         return {"accuracy": correct / total, "correct_tokens": correct, "total_tokens": total}
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._correct = 0
         self._total = 0

@@ -37,7 +37,7 @@ class CompletionRewardMetric(Metric):
         weight_sync_time: float | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take in the answers to a batch of prompts.
+        """Add the answers to a batch of prompts.
 
         Args:
             inputs: not used, like `outputs` and `kwargs`: a model that has this metric passes them.
@@ -80,7 +80,7 @@ class CompletionRewardMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._rewards: dict[str, list[float]] = {}
         self._lengths: list[float] = []
         self._times: dict[str, float] = {}

@@ -23,7 +23,7 @@ class GKDMetric(Metric):
     Args:
         device_mesh: the mesh of the model.
         process_group: the ranks to gather over.
-        ignore_index: a label that is not trained, beside -100.
+        ignore_index: a label that is not trained, in addition to -100.
     """
 
     require_predictions = True
@@ -70,5 +70,5 @@ class GKDMetric(Metric):
         return {"teacher_agreement": agreed / count, "teacher_mass": mass / count}
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._agreed, self._mass, self._count = 0, 0.0, 0

@@ -22,7 +22,7 @@ class EmbeddingMetric(Metric):
         self._negative_sum, self._negatives = 0.0, 0
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Take in `outputs["embeddings"]` `[B, H]` of length 1 and `inputs["labels"]` `[B]`."""
+        """Add the values of `outputs["embeddings"]` `[B, H]` of length 1 and `inputs["labels"]` `[B]`."""
         embeddings = outputs.get("embeddings")
         if embeddings is None:
             return
@@ -66,7 +66,7 @@ class EmbeddingMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._sum, self._count = 0.0, 0
         self._least, self._most = float("inf"), float("-inf")
         self._negative_sum, self._negatives = 0.0, 0

@@ -41,7 +41,7 @@ class LossMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._loss_sum = 0.0
         self._denominator = 0.0
         self._grad_norm = None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from twinkle_torch.trained import Trained
 
-_LIMIT = 20.0  # as in the losses: e^20 says no less than a larger number, and nothing overflows
+_LIMIT = 20.0  # as in the losses: larger ratios have no further meaning, and e^20 does not overflow
 
 
 class GRPOMetric(Metric):
@@ -37,7 +37,7 @@ class GRPOMetric(Metric):
     Args:
         device_mesh: the mesh of the model.
         process_group: the ranks to gather over.
-        ignore_index: a label that is not trained, beside -100.
+        ignore_index: a label that is not trained, in addition to -100.
         temperature: only 1; give it to the forward, whose log-probabilities are scaled then.
         epsilon: the loss's bound below 1.
         epsilon_high: the loss's bound above 1; None is `epsilon`.
@@ -88,7 +88,7 @@ class GRPOMetric(Metric):
         rollout_logps: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Take in one pass.
+        """Add the values of one pass.
 
         Args:
             inputs: `labels` int64 `[B, T]`.
@@ -143,7 +143,7 @@ class GRPOMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._most: dict[str, float] = {}
@@ -211,9 +211,9 @@ class GSPOMetric(GRPOMetric):
 
 
 class CISPOMetric(GRPOMetric):
-    """`GRPOMetric` for `CISPOLoss`: clipped are the weights above 1 + epsilon_high, whatever the advantage; none below.
+    """`GRPOMetric` for `CISPOLoss`: weights above 1 + epsilon_high are clipped for any advantage; none below.
 
-    They keep their gradient; the share says how many weights are at the bound.
+    Clipped weights keep their gradient; the metric is the share of weights at the bound.
     """
 
     def _clipped(self, log_ratio: "Tensor", advantages: "Tensor", where: "Trained") -> "tuple[Tensor, Tensor, Tensor]":

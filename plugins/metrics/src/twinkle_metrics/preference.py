@@ -30,7 +30,7 @@ class DPOMetric(Metric):
     Args:
         device_mesh: the mesh of the model.
         process_group: the ranks to gather over.
-        ignore_index: a label that is not trained, beside -100.
+        ignore_index: a label that is not trained, in addition to -100.
         beta: scale of the rewards, above 0; give the loss's.
 
     Raises:
@@ -47,7 +47,7 @@ class DPOMetric(Metric):
         self.reset()
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Take in `outputs["logps"]` `[B, T]` and the reference that the loss was given.
+        """Add the values of `outputs["logps"]` `[B, T]` and of the reference of the loss.
 
         Args:
             inputs: `labels` int64 `[B, T]`, B even; optional `loss_scale`.
@@ -68,7 +68,7 @@ class DPOMetric(Metric):
         where = Trained.of(inputs, logps, self.ignore_index, self)
         counts = torch.tensor(where.counts, device=logps.device)
         if len(counts) % 2:
-            raise ArgumentError(f"DPOMetric: the batch has {len(counts)} rows, which are no pairs [chosen, rejected]")
+            raise ArgumentError(f"DPOMetric: the batch has {len(counts)} rows, which are not pairs [chosen, rejected]")
         pairs = (counts[0::2] > 0) & (counts[1::2] > 0)
         sums = {"logps/{}": _weighed(where, logps.detach(), inputs)}
         reference = self._reference(where, logps.detach(), inputs, kwargs)
@@ -115,7 +115,7 @@ class DPOMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
         self._sums: dict[str, Any] = {}
 
 

@@ -48,5 +48,5 @@ class TrainMetric(Metric):
         return values
 
     def reset(self) -> None:
-        """Forget the learning rate seen; time and count go on."""
+        """Clear the learning rate; time and step count continue."""
         self._rates = []

@@ -1,4 +1,4 @@
-"""Who of several ranks tells of a failure: the first that claims it, and the others wait for that one.
+"""Selects the rank that reports a failure: the first that claims it; the others wait for it.
 
 On one machine a claim is a file that only one process can create; between machines, a number in the store through which
 torchrun's ranks found each other.
@@ -19,10 +19,10 @@ _STORE_SECONDS = 3.0
 
 
 class Claim:
-    """The right to tell of the `number`-th failure of this process and of all ranks beside it.
+    """The claim to report failure `number` of this process and of all other ranks.
 
     Attributes:
-        won: whether it is this process that tells.
+        won: whether this process reports it.
     """
 
     def __init__(self, number: int) -> None:
@@ -64,7 +64,7 @@ def _created(path: Path | None) -> bool:
 
 
 def _file(number: int) -> Path | None:
-    """Return the file that stands for this failure; None where none can be written."""
+    """Return the file of this claim; None if it cannot be written."""
     from twinkle.paths import cache_dir
 
     parent = os.getppid()  # the torchrun of this machine

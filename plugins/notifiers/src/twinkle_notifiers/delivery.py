@@ -16,14 +16,14 @@ _random = random.SystemRandom()  # the generators of the training are not ours t
 
 
 class Refused(Exception):
-    """The message is not wanted, and trying again would change nothing; the text says why."""
+    """The service refuses the message, and a retry would not help; the message says why."""
 
 
 class NotNow(Exception):
-    """The message could not be delivered this time; the text says why.
+    """The message could not be delivered this time; the message of the error says why.
 
     Attributes:
-        after: the seconds after which the service wants to be asked again, if it says.
+        after: seconds to wait before the next attempt, if the service states them.
     """
 
     def __init__(self, why: str, after: float | None = None) -> None:
@@ -56,7 +56,7 @@ class Delivery:
         """Call `send(seconds)` until it returns; where it never does, log why.
 
         Args:
-            send: one attempt, which may take so many seconds; it raises `Refused`, `NotNow`, or whatever.
+            send: makes one attempt within a number of seconds; raises `Refused`, `NotNow` or another error.
             to: how the log calls the receiver.
             secrets: texts that are kept out of the log.
         """

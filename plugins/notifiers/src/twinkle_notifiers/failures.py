@@ -1,4 +1,4 @@
-"""Tells the notifiers of `twinkle.initialize` that a run failed: once, from whichever rank, without holding it up."""
+"""Sends a failure of a run to the notifiers of `twinkle.initialize`, once, from one rank, without delaying the run."""
 
 import atexit
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 10.0
 """Seconds for which the end of the process waits for messages under way."""
-_FOLLOWER_WAITS = 1.0  # a RankError follows another rank's error, which tells more: that one goes first
+_FOLLOWER_WAITS = 1.0  # a RankError follows the error of another rank, which has more information and is reported first
 _MARK = "_twinkle_told"
 _number = 0
 
@@ -29,7 +29,7 @@ _number = 0
 def notify_exception(
     notifier: Notifier | Sequence[Notifier], context: str, exc: BaseException, name: str | None = None
 ) -> None:
-    """Tell of an exception, and return when that is done; of one exception people are told once.
+    """Report an exception and wait until it was sent; each exception is reported once.
 
     Args:
         notifier: one notifier or several; what one of them raises is logged.
@@ -63,11 +63,11 @@ class Watch:
     def stop(self) -> None:
         """Listen no more; what is under way is still sent."""
         self._notifiers = []
-        if sys.excepthook is self._hook:  # else whoever has put a hook over this one calls it still
+        if sys.excepthook is self._hook:  # otherwise a hook that was installed later still calls this one
             sys.excepthook = self._before
 
     def run_failed(self, run: "Run", error: BaseException) -> None:
-        """Tell of the end of a run by an error."""
+        """Report the error that ended a run."""
         # An earlier run's error, during whose handling this one was made, is another failure.
         if not is_told(error, context=False):
             self._begin(error, f"run {run.folder}, after step {run.step}", self._name or run.name)
@@ -94,7 +94,7 @@ class Watch:
             thread = threading.Thread(target=_tell, args=arguments, name="twinkle-notify", daemon=True)
             thread.start()
             self._sending.append(thread)
-        except Exception as trouble:  # whatever it is, the run's own error is what matters
+        except Exception as trouble:  # an error of a notifier must not hide the error of the run
             _log_loss(type(trouble).__name__)
 
 
@@ -106,7 +106,7 @@ class RunListener:
 
     @hookimpl
     def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Tell of the error; a run calls it itself on the ranks that fire no hooks."""
+        """Report the error; a run calls this directly on ranks that do not call hooks."""
         self._watch.run_failed(run, error)
 
 
@@ -158,7 +158,7 @@ def _prepared(notifiers: Sequence[Notifier], context: str, error: BaseException,
     """Mark the exception as told and return the message about it."""
     vars(error)[_MARK] = True  # setattr may be forbidden
     text = failure_text(error, context=context, name=name)
-    # A traceback shows lines of the script, and in one of them the address may stand.
+    # A traceback shows lines of the script, which may contain the address.
     return without(text, [secret for notifier in notifiers for secret in secrets_of(notifier)])
 
 

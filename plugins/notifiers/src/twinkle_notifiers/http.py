@@ -50,7 +50,7 @@ def post_json(url: str, body: Any, seconds: float, judge: Judge, headers: Mappin
         url: the address; a redirect is not followed, since a POST would lose its body.
         body: what becomes JSON, in UTF-8.
         seconds: how long to wait for each answer of the network.
-        judge: gets the text of an answer with a status of 2xx, and raises where it says that nothing was delivered.
+        judge: gets the body of a 2xx response, and raises if it reports that nothing was delivered.
         headers: further headers.
 
     Raises:
@@ -114,7 +114,7 @@ def _status_error(error: urllib.error.HTTPError) -> Exception:
 
 
 def _retry_after(text: str) -> float | None:
-    """Return the seconds that a Retry-After header asks for (RFC 9110: a number or a date), or None."""
+    """Return the seconds of a Retry-After header (RFC 9110: a number or a date), or None."""
     text = text.strip()
     if text.isdecimal():
         return float(text)

@@ -28,7 +28,7 @@ class EmailNotifier(Notifier):
     Args:
         host: the mail server.
         sender: the address that it is from.
-        recipients: the address or addresses that it goes to.
+        recipients: the address or addresses of the recipients.
         user: the name to log in with; None: without.
         password: its password; a secret.
         security: `starttls` (encrypted after a greeting), `ssl` (from the first byte) or `none` (refused with a

@@ -1,4 +1,4 @@
-"""What people are told of a failure: the error first, then where it happened, then the traceback of a foreign one."""
+"""The message about a failure: the error, its place, and the traceback unless it is an error of Twinkle."""
 
 import datetime
 import os

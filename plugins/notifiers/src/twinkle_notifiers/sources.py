@@ -39,8 +39,8 @@ def notifiers_of_environment() -> list[Notifier]:
         return []
     try:
         value = json.loads(text)
-    except ValueError:  # its text would show what stands there, and so would a chained error
-        raise SettingsError(f"{VARIABLE} is no JSON; {_FORM}") from None
+    except ValueError:  # its message would show the secret value, and so would a chained error
+        raise SettingsError(f"{VARIABLE} is not JSON; {_FORM}") from None
     several = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) for one in several):
         raise SettingsError(f"{VARIABLE} holds something else than JSON objects; {_FORM}")
@@ -51,7 +51,7 @@ def notifiers_of_environment() -> list[Notifier]:
 
 
 def name_of_environment() -> str | None:
-    """Return what TWINKLE_NAME says that the run is called, if it is set."""
+    """Return the name of the run in TWINKLE_NAME, if it is set."""
     return os.environ.get(NAME_VARIABLE, "").strip() or None
 
 

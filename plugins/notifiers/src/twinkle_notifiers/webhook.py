@@ -20,7 +20,7 @@ class WebhookNotifier(Notifier):
     Args:
         url: the address; a secret.
         headers: further headers, for example `{"Authorization": "Bearer ..."}`; secrets.
-        template: the JSON to send, plain values in which `{message}` stands for the message in at least one text; by
+        template: the JSON to send: plain values with `{message}` as placeholder of the message in at least one text; by
             default `{"text": "{message}"}`.
         timeout: seconds to wait for an answer.
         limit: bytes that the message may have as JSON; a longer one loses its middle.

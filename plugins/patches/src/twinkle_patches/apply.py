@@ -118,7 +118,7 @@ def applied_patches(module: Any = None) -> list[Applied]:
 
 
 def _check_order(function: str, module: Any, patch: Any) -> None:
-    """Raise `ArgumentError` where the object stands in the place of the patch, and the patch in that of the object."""
+    """Raise `ArgumentError` if the object and the patch were passed in the wrong order."""
     if (isinstance(module, str) or _is_patch(module)) and not (isinstance(patch, str) or _is_patch(patch)):
         name = patch.__name__ if isinstance(patch, type) else type(patch).__name__
         what = repr(module) if isinstance(module, str) else f"the patch {record.short_name(module)}"

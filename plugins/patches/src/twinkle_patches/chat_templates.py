@@ -28,7 +28,7 @@ _TAKES = "{%- if ns.multi_step_tool %}{%- set ns.last_query_index = -1 %}{%- end
 
 
 class _ChatTemplatePatch(Patch):
-    """Edits the Jinja text of whatever has one: a tokenizer, a processor, or a template of ours around them."""
+    """Edits the Jinja text of a tokenizer, a processor, or a Twinkle template around them."""
 
     changes = ("<tokenizer>.chat_template",)
     what: ClassVar[str]
@@ -109,7 +109,7 @@ class Qwen3AllowToolTailTemplate(_ChatTemplatePatch):
 
 
 def _owners(module: Any) -> Iterator[Any]:
-    """Yield the objects that hold a chat template, each once: a processor has one beside its tokenizer's."""
+    """Yield the objects that have a chat template, each once: a processor has one in addition to its tokenizer's."""
     seen: list[Any] = []
     for owner in (module, getattr(module, "processor", None), getattr(module, "tokenizer", None)):
         if owner is not None and not any(owner is other for other in seen) and getattr(owner, "chat_template", None):

@@ -70,7 +70,7 @@ def _plain(spec: ComponentSpec) -> dict[str, Any]:
 
 
 def _refused() -> Iterator[tuple[ComponentSpec, PluginRecord]]:
-    """Yield each patch of a plugin that nobody switched off, and that may not run: in a frozen run, or revoked."""
+    """Yield each patch of an enabled plugin that must not run: in a frozen run, or revoked."""
     for record in registry().records:
         refused = isinstance(record.cause, NotTrusted)
         for spec in record.manifest.components if record.manifest and refused else ():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TransformersFusedCEPatch(Patch):
-    """A Hugging Face model that is called with labels computes its loss by the house's loss head, in chunks.
+    """A Hugging Face model that is called with labels computes its loss by `twinkle_torch.head`, in chunks.
 
     The loss and its gradients are the model's own up to rounding, `[tokens, vocabulary]` never exists, and the output's
     `logits` are None. Without labels, or with `logits_to_keep`, `output_router_logits` or `return_dict=False`, the

@@ -20,7 +20,7 @@ _TRIED = (5, 3, 6, 3)
 
 
 class GatedDeltaNetPaddingFreePatch(Patch):
-    """Gated delta-net layers (Qwen3-Next, Qwen3.5, OLMo hybrid, ...) begin anew with each sequence of a packed row.
+    """Gated delta-net layers (Qwen3-Next, Qwen3.5, OLMo hybrid, ...) reset their state for each packed sequence.
 
     The model takes one row `[1, T]` whose `position_ids` begin at 0 with each sequence (or `cu_seq_lens_q`, int32
     `[n + 1]`), without padding. Its attention layers keep such sequences apart by themselves; its recurrent layers leak
@@ -64,9 +64,9 @@ class GatedDeltaNetPaddingFreePatch(Patch):
 
 
 def _tell_lengths(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a body; where its row holds several sequences, its layers are told their lengths.
+    """Run a body; if its row has several sequences, pass their lengths to its layers.
 
-    They are told by arguments, which recomputation in the backward keeps.
+    The lengths are passed as arguments, which recomputation in the backward preserves.
     """
     body = model_of(forward)
     given = arguments(forward, args, kwargs)

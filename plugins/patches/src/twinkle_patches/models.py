@@ -11,7 +11,7 @@ def hugging_face(module: Any, patch: object) -> Any:
     """Return the transformers model that `module` is, or that PEFT or DistributedDataParallel wraps.
 
     Raises:
-        PatchError: there is none.
+        PatchError: `module` is neither.
     """
     from torch.nn.parallel import DistributedDataParallel
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ class Patch:
         versions: distributions that it changes, with the versions that its author knows,
             `{"transformers": ">=5.0,<6"}`; on any other it is refused.
         changes: the symbols that it replaces, in words, for `twinkle plugins patches`.
-        needed: when somebody needs it, in words.
+        needed: description of when it is needed.
         otherwise: what to do where another version is installed, in words.
         own_unpatch: whether the class defines `unpatch` itself; set when the class is created.
     """
@@ -40,7 +40,7 @@ class Patch:
         cls.own_unpatch = cls.unpatch is not Patch.unpatch
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Change `module` (a `torch.nn.Module`, or whatever object the patch documents) and return it.
+        """Change `module` (a `torch.nn.Module`, or another object that the patch documents) and return it.
 
         Raises:
             PatchError: it is applied with other arguments, does not know an installed version, or wants a symbol that
@@ -52,7 +52,7 @@ class Patch:
         """Restore what `__call__` changed, exactly: the old objects themselves.
 
         Raises:
-            PatchError: it is not applied to `module`, or somebody has changed one of its symbols since.
+            PatchError: it is not applied to `module`, or one of its symbols was changed afterwards.
         """
         record.undo(self, module)
 
@@ -64,7 +64,7 @@ class Patch:
         Args:
             owner: a module, a class (for all its instances, now and later) or an instance.
             name: the attribute.
-            new: its value; on a class, a function or descriptor as it would stand in the class's body.
+            new: its value; for a class, a function or descriptor as in a class body.
             create: the attribute need not be there.
 
         Raises:
@@ -92,7 +92,7 @@ class Patch:
         """
         original = getattr(owner, name, None)
         if not callable(original):
-            raise ArgumentError(f"{type(self).__name__}: {slots.symbol_of(owner, name)} is no function to wrap")
+            raise ArgumentError(f"{type(self).__name__}: {slots.symbol_of(owner, name)} is not a function to wrap")
         record.claim(self, owner, name, new=_around(owner, name, original, around))
 
     def edit(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:

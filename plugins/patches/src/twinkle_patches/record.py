@@ -20,7 +20,7 @@ class Claim:
     Attributes:
         patch: whose.
         edit: makes the new value of the old one; None where the patch has replaced the symbol altogether.
-        holders: the applications that want it.
+        holders: the applications that use it.
     """
 
     patch: Any
@@ -47,7 +47,7 @@ class Change:
         self.now = slots.held(slots.stored(owner, self.name))
 
     def release(self, application: "Application") -> bool:
-        """Take the application's claim off; False where somebody else has set the symbol since: that value stays."""
+        """Remove the application from the holders; False if the symbol was set by other code, whose value is kept."""
         claim = next(claim for claim in self.claims if application in claim.holders)
         claim.holders.remove(application)
         if claim.holders:
@@ -76,8 +76,8 @@ class Application:
         result: returns what the patch returned.
         changes: what it replaced, in order.
         parts: applications that it made itself, which end with it.
-        kept: whether somebody applied it for good.
-        users: `with` blocks, and patches that it is a part of, that want it now.
+        kept: whether it was applied permanently.
+        users: number of `with` blocks and enclosing patches that use it now.
         undoing: whether it is being undone.
     """
 
@@ -140,7 +140,7 @@ def apply(
 
 
 def leave(application: Application) -> None:
-    """End one use of an application; the last one, where nobody keeps it, undoes the patch."""
+    """End one use of an application; the last one undoes the patch unless it was applied permanently."""
     with _lock:
         application.users -= 1
         if application.users == 0 and not application.kept and application in _applications:
@@ -314,7 +314,7 @@ def _own_unpatch(patch: Any) -> bool:
 
 
 def _restore(application: Application) -> list[str]:
-    """Give up the symbols of an application, the newest first, and return those that somebody else has set since."""
+    """Restore the symbols of an application, the newest first; return those that other code has set."""
     lost = []
     for part in reversed(application.parts):
         leave(part)

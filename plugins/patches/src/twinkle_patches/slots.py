@@ -1,4 +1,4 @@
-"""One attribute of one object: read, replaced and put back so that nothing tells it was ever touched."""
+"""One attribute of one object: reads, replaces and restores it without a trace."""
 
 import inspect
 import types
@@ -62,7 +62,7 @@ def symbol_of(owner: Any, name: str, within: Any = None) -> str:
     Args:
         owner: a module, a class or an instance.
         name: of the attribute.
-        within: the object that is patched: a `torch.nn.Module` knows under which path `owner` lies in it.
+        within: the patched object; if it is a `torch.nn.Module`, the result contains the path of `owner` in it.
     """
     if isinstance(owner, types.ModuleType):
         return f"{owner.__name__}.{name}"

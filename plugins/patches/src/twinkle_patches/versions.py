@@ -1,4 +1,4 @@
-"""Which versions of a library a patch knows, and whether the installed one is among them."""
+"""The versions of a library that a patch supports, and whether the installed one is among them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -32,7 +32,7 @@ _FEW_ROWS = 10  # with fewer, one row changes a mean or a share by more than a t
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Keep `datasets` from drawing a bar of its own, without a name, for each pass over the rows."""
+    """Disable the progress bar of `datasets` for each pass over the rows."""
     import datasets
 
     shown = not datasets.are_progress_bars_disabled()
@@ -347,7 +347,7 @@ def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
 
 
 def _line(path: Path, row: int) -> str:
-    """Return where a row stands in a jsonl file, whose empty lines are no rows; nothing for other sources."""
+    """Return the line of a row in a jsonl file, which may have empty lines; empty for other sources."""
     if path.suffix.lower() != ".jsonl" or not path.is_file():
         return ""
     with path.open(encoding="utf-8-sig") as file:

@@ -62,7 +62,7 @@ _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {cod
 
 
 class Display(Protocol):
-    """What a recipe tells the user."""
+    """The terminal output of a recipe."""
 
     def __enter__(self) -> "Display":
         """Begin to show steps."""
@@ -79,7 +79,7 @@ class Display(Protocol):
         """Show one line from within a signal handler, where something else may be being shown."""
 
     def begin(self, first_step: int, total_steps: int) -> None:
-        """Tell how many steps there are, and that those before `first_step` are done."""
+        """Set the number of steps; those before `first_step` are done."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the numbers of a step."""
@@ -237,7 +237,7 @@ class LiveDisplay:
         self._live.stop()
 
     def __rich__(self) -> Group:
-        """Return what stands on the screen now."""
+        """Return the present content of the screen."""
         note = [Text(self._note, style="bold")] if self._note else []
         return Group(self._bar, _numbers_line(self._numbers, self._columns), *self._chart(), *note)
 
@@ -307,5 +307,5 @@ def _one_line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text in which signs stand for control characters: what a model says must not steer the terminal."""
+    """Replace control characters by symbols, so that output of a model cannot control the terminal."""
     return text.translate(_SIGNS)

@@ -41,7 +41,7 @@ CURVES = {
 
 
 def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
-    """Train a model to prefer the chosen answer of each pair, and leave in `run.folder` everything that says how.
+    """Train a model to prefer the chosen answer of each pair, and write the results and their records to `run.folder`.
 
     `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `margin.png`, `checkpoints/`, with
     `reference.cache` the folder `reference/`, and the result: `adapter/` (PEFT) or `model/` (all parameters).
@@ -55,7 +55,7 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
             not as it began.
         DataError: a row is no pair, or one of its answers trains nothing.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
-        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
     with opened(config, run, COLUMNS, charted="rewards/margins") as opening:
         check_loss(config)

@@ -36,7 +36,7 @@ CURVES = {
 
 
 def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
-    """Train a model to embed texts, and leave in `run.folder` everything that says how.
+    """Train a model to embed texts, and write the results and their records to `run.folder`.
 
     `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `similarity.png`, `checkpoints/`, and
     the result: `adapter/` (PEFT) or `model/` (all parameters).
@@ -50,7 +50,7 @@ def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
             it began.
         EncodeError: a row lacks a text, or one is empty.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
-        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
     with opened(config, run, COLUMNS) as opening:
         check_memory(config)
@@ -92,7 +92,7 @@ def evaluate(model: Any, held_out: Any, config: EmbeddingConfig) -> dict[str, fl
             (anchors if row["labels"] else documents).append(vector)
     similarities = torch.stack(anchors) @ torch.stack(documents).T
     positive = similarities[torch.arange(len(own)), torch.tensor(own)]
-    retrieved = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
+    retrieved = positive >= similarities.max(1).values - 1e-6  # the same text may occur in two groups
     accuracy = {"eval/retrieval_accuracy": float(retrieved.double().mean())} if len(documents) > 1 else {}
     return {**evaluated(model), **accuracy}
 

@@ -35,7 +35,7 @@ CURVES = {
 
 
 def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
-    """Bring a student's distributions near to a teacher's, and leave in `run.folder` everything that says how.
+    """Bring a student's distributions near to a teacher's, and write the results and their records to `run.folder`.
 
     In a share `on_policy` of the steps the student answers the prompts itself, in the others the answers are those of
     the data. `metrics.jsonl` (a line a step; step 0 is the evaluation before), `config.yaml`, `plugins.json`,
@@ -49,7 +49,7 @@ def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
         ConfigError: several processes, a teacher with other tokens, or a resumed run that is not as it began.
         DataError: there is nothing that the student could answer in a row, or no room behind a prompt.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
-        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
     with opened(config, run, COLUMNS) as opening:
         training, held_out = opening.data(encode_conversations)

@@ -37,7 +37,7 @@ NOT_LOGGED = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tok
 
 
 def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
-    """Train a model to earn reward, and leave in `run.folder` everything that says how.
+    """Train a model to earn reward, and write the results and their records to `run.folder`.
 
     A step samples `num_generations` answers to each of `batch_size` prompts, scores them, compares those of one prompt,
     and updates the model. `metrics.jsonl` (a line a step; step 0 is the evaluation before), `completions.jsonl` (every
@@ -50,10 +50,10 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
 
     Raises:
         NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`.
-        ConfigError: it goes on in a run folder, but not as the run began (`whole_run`); or there are several ranks.
+        ConfigError: the configuration differs from that of the resumed run (`whole_run`), or there are several ranks.
         DataError: the model has no room behind the longest prompt; or a reward raised, was late or gave what is no
             number, and `scoring.on_error` is `fail`.
-        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
     with opened(config, run, COLUMNS, charted="reward") as opening:
         prompts, held_out = opening.data()

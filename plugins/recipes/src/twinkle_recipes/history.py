@@ -163,7 +163,7 @@ def figure_of(history: History, curve: Curve, title: str) -> "Figure":
 
 
 def write_curve(history: History, curve: Curve, path: Path, title: str) -> Path | None:
-    """Write a curve as PNG; None where there is nothing to draw, no matplotlib, or no room (the log says so)."""
+    """Write a curve as PNG; None, with a message in the log, without data, matplotlib or disk space."""
     if not any(history.series(name)[0] for name in (*curve.lines, *curve.points)):
         return None
     try:

@@ -29,7 +29,7 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
 
     Returns:
         `path` of the result (the weights of the last step), `steps`, `last_loss` (of the last step) and `eval/loss`,
-        and the `best` checkpoint, the `curve` and the `answers`, or None where there are none.
+        and the `best` checkpoint, the `curve` and the `answers`, or None if there are none.
 
     Raises:
         NonFiniteError: The loss became NaN or infinite and `on_nonfinite` is `raise`; the rows are kept in

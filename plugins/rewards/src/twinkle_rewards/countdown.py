@@ -67,7 +67,7 @@ class CountdownReward(Reward):
 
 
 def equation(text: str) -> tuple[Fraction, list[int]] | None:
-    """Return what an equation comes to and the numbers in it; None if it is none, is wrong, or divides by 0."""
+    """Return the value and the numbers of an equation; None if it is no equation, wrong, or divides by 0."""
     left, _, right = (part.strip() for part in text.partition("="))
     left = left.translate(_SIGNS)
     if len(left) > _LONGEST or not _ALLOWED.fullmatch(left):

@@ -1,4 +1,4 @@
-"""Answers that are right or wrong: short ones, GSM8K's numbers, and what stands in answer tags."""
+"""Rewards for answers that are right or wrong: short answers, GSM8K's numbers, and answer tags."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -67,8 +67,8 @@ class ExactMatchReward(Reward):
 class GSM8KAccuracyReward(Reward):
     r"""1 if the number in the last `\boxed{}`, or after the last `####`, equals `ground_truth`, else 0.
 
-    What is marked may have words and a currency beside the number (`#### 42 apples`), but no second number. A truth
-    that is no number has to be the same text.
+    The marked text may have words and a currency in addition to the number (`#### 42 apples`), but no second number. A
+    reference that is not a number must be equal to the text.
     """
 
     def __call__(
@@ -89,9 +89,9 @@ class GSM8KAccuracyReward(Reward):
 
 
 class MultiModalAccuracyReward(Reward):
-    """1 if what stands in the last `<answer>` is the truth, else 0: the same number, or the same text but for case.
+    """1 if the last `<answer>` equals the reference, else 0: the same number, or the same text, ignoring case.
 
-    The truth may stand in such a tag itself, as CLEVR's solutions do.
+    The reference may be in such a tag too, as in CLEVR's solutions.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Whether an answer has the form that was asked for, whatever it says."""
+"""Rewards for the format of an answer, independent of its content."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,10 +70,10 @@ class GSM8KFormatReward(Reward):
 class CoTReward(Reward):
     """1 if a thought comes before the answer, else 0.
 
-    A thought is what stands in `<think>` tags (or apart, as `reasoning_content`), and an answer what follows.
+    The reasoning is the text in `<think>` tags (or `reasoning_content`), and the answer is the text after it.
 
     Args:
-        min_chars: how long the thought has to be, in characters.
+        min_chars: minimum length of the reasoning, in characters.
 
     Raises:
         ArgumentError: `min_chars` is no whole number from 1.

@@ -1,4 +1,4 @@
-"""Answers that are formulas: equal where mathematics says so."""
+"""Rewards for formulas: an answer is right if it is mathematically equal to the reference."""
 
 import functools
 import importlib.util

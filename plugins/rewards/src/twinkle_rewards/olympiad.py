@@ -92,7 +92,7 @@ class OlympiadBenchFormatReward(Reward):
 
 
 class OlympiadBenchQualityReward(Reward):
-    """How an answer is reasoned, in [0, 1], whatever its result: the mean of three shares.
+    """Score of the reasoning of an answer, in [0, 1], independent of its result: the mean of three shares.
 
     Steps: lines (or sentences) with a relation or a reason, up to `steps` of them. Length: 1 between `min_chars` and
     `max_chars`, falling linearly to 0 at no text and at twice `max_chars`. Variety: distinct runs of four words among
@@ -138,7 +138,7 @@ class OlympiadBenchQualityReward(Reward):
 
 
 def parts(text: str) -> list[str]:
-    """Return the parts of an answer: what stands between commas and semicolons outside brackets."""
+    """Return the parts of an answer: the text between commas and semicolons outside of brackets."""
     found, depth, start = [], 0, 0
     for mark in _SEPARATOR.finditer(text):
         if mark[0] in ("(", "[", "{", "\\{"):

@@ -29,7 +29,7 @@ class F1Reward(Reward):
             one earns 0. None takes the last `<answer>`, else the last `\boxed{}`, else all of it.
 
     Raises:
-        ArgumentError: the pattern is none, or has no group.
+        ArgumentError: the pattern is not a regular expression, or has no group.
     """
 
     def __init__(self, answer_pattern: str | None = None) -> None:

@@ -8,7 +8,7 @@ from twinkle.errors import ArgumentError, DataError
 
 
 def answer(trajectory: Trajectory) -> str:
-    """Return what the last turn says, a thought that stands apart in `<think>` tags before it.
+    """Return the text of the last turn, with separate reasoning put in `<think>` tags before it.
 
     A conversation that does not end with the assistant has no answer: "".
     """

@@ -1,4 +1,4 @@
-"""One reward of a group: called in a thread or in another process, within its time, whatever it does."""
+"""Calls one reward of a group in a thread or in another process, with a time limit."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The scores of a call, or why there is none, one a row."""
+    """The scores of a call, or the reason of a missing score, one per row."""
 
     scores: list[float | Failed]
     seconds: float
@@ -36,7 +36,7 @@ class Member:
 
     Args:
         reward: the component.
-        isolated: whether it runs in a process of its own.
+        isolated: whether it runs in a separate process.
     """
 
     def __init__(self, reward: Any, isolated: bool) -> None:
@@ -84,7 +84,9 @@ class Member:
     def _scores(self, rows: list[Any], kwargs: Mapping[str, Any], end: float) -> list[float | Failed]:
         try:
             return checked(self._call(rows, kwargs, end), len(rows))
-        except BaseException as error:  # whatever a reward raises, SystemExit too: it must not end the thread unheard
+        except (
+            BaseException
+        ) as error:  # any error of a reward, including SystemExit: it must not end the thread silently
             if isinstance(error, TimeoutError) and time.monotonic() >= end:  # ours, and none that the reward raises
                 return [Failed(str(error) or "it took too long", error)] * len(rows)
             if len(rows) < 2 or isinstance(error, WorkerBroken) or getattr(self.reward, "compares_rows", False):
@@ -118,7 +120,7 @@ def call(reward: Any, rows: Sequence[Any], kwargs: dict[str, Any], seconds: floa
 
 
 def checked(found: Any, count: int) -> list[float | Failed]:
-    """Return scores as numbers; one that is none, or not finite, is a failure of its row."""
+    """Return scores as numbers; a score that is not a finite number is a failure of its row."""
     if isinstance(found, str | Mapping) or not isinstance(found, Sequence) or len(found) != count:
         what = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
         return [Failed(f"it gave {what} for {count} rows; a reward returns one number a row")] * count

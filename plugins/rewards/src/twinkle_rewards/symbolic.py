@@ -1,4 +1,4 @@
-"""Whether two formulas are equal, asked of math-verify; runs in the process of a `Worker`."""
+"""Compares two formulas by math-verify; runs in the process of a `Worker`."""
 
 import logging
 

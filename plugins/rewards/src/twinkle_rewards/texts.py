@@ -14,7 +14,7 @@ _SIGNED = re.compile(r"(?<![\w)}\]])([-+\u2212])\\?[$€£¥₹]\s?(?=[.0-9])")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{...}`; None if there is none, or if it is not closed."""
+    r"""Return the content of the last `\boxed{...}`; None if there is none, or if it is not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -34,14 +34,14 @@ def closing(text: str, start: int) -> int | None:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return what stands in the last `<tag>...</tag>`; None if there is none."""
+    """Return the content of the last `<tag>...</tag>`; None if there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
 def marked(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{...}` or after the last `####` on its line, whichever comes later."""
+    r"""Return the content of the last `\boxed{...}` or the line after the last `####`, whichever comes later."""
     line, box = text.rfind("####"), text.rfind(_BOX)
     if line > box:
         return text[line + 4 :].partition("\n")[0].strip()

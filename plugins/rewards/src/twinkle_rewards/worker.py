@@ -27,11 +27,11 @@ _LONGEST_SECONDS = 1e6  # what threads can wait for
 
 
 class WorkerError(Exception):
-    """A call in the other process raised, or the process ended; the text says what."""
+    """A call in the other process raised, or the process ended; the message says which."""
 
 
 class WorkerBroken(TwinkleError, RuntimeError):
-    """The other process cannot start; the text says why."""
+    """The other process cannot start; the message says why."""
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
         """
         try:
             message = _packed(seconds, function, args)
-        except Exception as error:  # pickle raises whatever the object's parts raise
+        except Exception as error:  # pickle raises any error of the object's parts
             raise WorkerError(f"it cannot be sent to another process: {type(error).__name__}: {error}") from error
         with self._lock:
             return self._ask(self._running(), message, seconds)
@@ -161,14 +161,14 @@ def _read(pipe: IO[bytes] | None) -> bytes | None:
 
 
 def _packed(*call: Any) -> bytes:
-    """Return a message that holds a call, and where the files are that it may stand in (`./rewards.py:Name`)."""
+    """Return a message with a call, and the paths of files that may define it (`./rewards.py:Name`)."""
     inside = f"{import_file.__module__}."
     files = {name: module.__file__ for name, module in list(sys.modules.items()) if name.startswith(inside)}
     return pickle.dumps((files, pickle.dumps(call)))
 
 
 def _unpacked(message: bytes) -> Any:
-    """Return the call in a message; a file that it stands in is imported first."""
+    """Return the call in a message; a file that defines it is imported first."""
     files, call = pickle.loads(message)
     while True:
         try:
@@ -183,13 +183,13 @@ def _answer(message: bytes) -> bytes:
     try:
         seconds, function, args = _unpacked(message)
         with Path(os.devnull).open("w") as nowhere:
-            # Where the other side is killed, nobody else ends what computes in C; this needs no interpreter.
+            # If the parent is killed, only this ends a computation in C; it does not need the interpreter.
             faulthandler.dump_traceback_later(min(seconds, _LONGEST_SECONDS) + _ORPHAN_SECONDS, exit=True, file=nowhere)
             try:
                 return pickle.dumps((True, function(*args)))
             finally:
                 faulthandler.cancel_dump_traceback_later()
-    except BaseException as error:  # whatever it raises is the answer; the process lives on
+    except BaseException as error:  # the error is the result of the call; the process continues
         return pickle.dumps((False, f"it raised {type(error).__name__}: {error}"[:500]))
 
 

@@ -1,4 +1,4 @@
-"""What tests of Twinkle and of its plugins share: tiny models made on the spot, and the contract kit."""
+"""Helpers for tests of Twinkle and of its plugins: tiny models, a fake hub, and the contract kit."""
 
 from twinkle_testing.contracts import CheckResult, Contract, ContractError, Report, check_component, checks_for
 from twinkle_testing.fakehub import FakeHub

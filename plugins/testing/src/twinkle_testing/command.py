@@ -1,4 +1,4 @@
-"""`twinkle plugins test`: the contract kit on anything installed, in a folder or in a file."""
+"""`twinkle plugins test`: runs the contract kit on installed components, or those of a folder or file."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,21 +11,23 @@ if TYPE_CHECKING:
 
 @click.command("test", short_help="Check components against the contracts of their kinds.")
 @click.argument("what")
-@click.option("-k", "words", metavar="TEXT", default="", help="Only checks (or components) whose name holds TEXT.")
-@click.option("--kind", default="", help="Only components of this kind; what a function in a file is.")
+@click.option(
+    "-k", "words", metavar="TEXT", default="", help="Run only checks (or components) whose name contains TEXT."
+)
+@click.option("--kind", default="", help="Test only components of this kind; required for a function in a file.")
 @click.option("--example", default="", metavar="REF", help="package.module:name or ./file.py:name of an example.")
-@click.option("-v", "--verbose", is_flag=True, help="Show the checks that passed too.")
-@click.option("--yes", is_flag=True, help="Run the code of a folder without being asked.")
+@click.option("-v", "--verbose", is_flag=True, help="Also show the checks that passed.")
+@click.option("--yes", is_flag=True, help="Run the code of a folder without asking.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @click.pass_context
 def test(
     ctx: click.Context, what: str, words: str, kind: str, example: str, verbose: bool, yes: bool, as_json: bool
 ) -> None:
-    """Hold components to the contracts of their kinds; exit code 1 if one breaks its contract.
+    """Run the contract checks of components; exit code 1 if one fails.
 
     WHAT is a plugin, a component (`Name`, `plugin/Name`, `kind:Name`), a folder with a plugin, `./file.py:Name`, or
-    code on a Hub that is allowed to run (`hf://org/repo#Name`). Before code of a folder runs that is neither installed
-    nor trusted (`twinkle plugins trust`), you are asked.
+    trusted code on a Hub (`hf://org/repo#Name`). The command asks before it runs the code of a folder that is neither
+    installed nor trusted (`twinkle plugins trust`).
     """
     from twinkle.errors import ArgumentError
     from twinkle_testing.contracts.subjects import subjects_of
@@ -55,7 +57,7 @@ def _ask(what: str) -> None:
     """Ask before code of a folder runs, unless it is installed from there or the folder is trusted.
 
     Raises:
-        NotTrusted: the answer is no, or there is nobody to ask.
+        NotTrusted: the answer is no, or there is no terminal to ask.
     """
     import shlex
 

@@ -1,7 +1,7 @@
-"""A hub on loopback: enough of the HTTP interfaces of Hugging Face and ModelScope for their own client libraries.
+"""A hub on loopback that implements the HTTP interfaces that Hugging Face's and ModelScope's clients use.
 
-`FakeHub` holds repositories with real commits and serves them under both interfaces at once, from threads of this
-process. It misbehaves on request, so that tests see what a client does when a hub vanishes, stalls or fails.
+`FakeHub` holds repositories with real commits and serves them under both interfaces from threads of this process. It
+injects faults on request, so that tests can check clients against a hub that disconnects, stalls or fails.
 """
 
 import re
@@ -15,7 +15,7 @@ from twinkle_testing.fakehub_http import Fault, Handler
 from twinkle_testing.fakehub_store import Repository, RepoType, Store
 
 TOKEN = "hf_fakehub0token"
-"""A token that a `FakeHub` knows unless told otherwise; it belongs to the user `tester`."""
+"""The default token of a `FakeHub`; it belongs to the user `tester`."""
 
 
 class FakeHub:
@@ -34,8 +34,8 @@ class FakeHub:
         """Prepare an empty hub.
 
         Args:
-            tokens: users' names by token; by default the user `tester` has `TOKEN`. Whoever has one may read and
-                write everything of the organizations, as a member of all of them.
+            tokens: users' names by token; by default the user `tester` has `TOKEN`. Every user is a member of all
+                organizations and may read and write their repositories.
         """
         self.store = Store({TOKEN: "tester"} if tokens is None else tokens)
         self.requests: list[str] = []
@@ -47,14 +47,14 @@ class FakeHub:
 
     @property
     def url(self) -> str:
-        """Where it answers, without a slash at the end."""
+        """Address of the hub, without a slash at the end."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Return variables that send the client libraries of a new process here, with caches of their own.
+        """Return environment variables that make client libraries of a new process use this hub and separate caches.
 
         Args:
-            home: a folder for caches and logins; nothing of the user's own is read or written.
+            home: a folder for caches and logins; those of the user are not used.
         """
         return {
             "HF_ENDPOINT": self.url,
@@ -79,16 +79,16 @@ class FakeHub:
         repo_type: RepoType = "model",
         private: bool = False,
     ) -> Repository:
-        """Make a repository with one commit and return it; `Repository.commit` adds more.
+        """Create a repository with one commit and return it; `Repository.commit` adds commits.
 
         Args:
             name: `owner/name`.
-            files: content by path, or a folder to take them from.
+            files: content by path, or a folder to read them from.
             repo_type: `model` or `dataset`.
             private: only tokens may see it.
 
         Raises:
-            ValueError: there is one of that name.
+            ValueError: the name is taken.
         """
         made = self.store.create(name, repo_type, private)
         if made is None:
@@ -100,7 +100,7 @@ class FakeHub:
         return made
 
     def rename(self, old: str, new: str, repo_type: RepoType = "model") -> None:
-        """Give a repository another name; the old one redirects to it from now on."""
+        """Rename a repository; the old name redirects to the new one."""
         with self.store.lock:
             repository = self.store.repositories.pop((repo_type, old))
             repository.name = new
@@ -108,28 +108,28 @@ class FakeHub:
             self.store.moved[repo_type, old] = new
 
     def remove(self, name: str, repo_type: RepoType = "model") -> None:
-        """Take a repository away."""
+        """Remove a repository."""
         with self.store.lock:
             del self.store.repositories[repo_type, name]
 
     def cut(self, pattern: str, after: int, times: int = 1) -> None:
-        """End the connection after `after` bytes of the body, at the next `times` matching requests."""
+        """End the connection after `after` bytes of the body, for the next `times` matching requests."""
         self._faults.append(Fault("cut", pattern, after, times))
 
     def slow(self, pattern: str, seconds: float, times: int = 1) -> None:
-        """Wait before the answer, at the next `times` matching requests."""
+        """Wait before the answer, for the next `times` matching requests."""
         self._faults.append(Fault("slow", pattern, seconds, times))
 
     def fail(self, pattern: str, status: int = 503, times: int = 1) -> None:
-        """Answer with an error, at the next `times` matching requests."""
+        """Answer with an error, for the next `times` matching requests."""
         self._faults.append(Fault("status", pattern, status, times))
 
     def mend(self) -> None:
-        """Behave from now on, whatever was asked for before."""
+        """Remove all faults."""
         self._faults.clear()
 
     def fault(self, request: str) -> Fault | None:
-        """Return the misbehaviour that is due at this request, and count it."""
+        """Return the fault for this request, and count it."""
         with self._lock:
             for fault in self._faults:
                 if fault.begun < fault.times and re.search(fault.pattern, request):

@@ -1,4 +1,4 @@
-"""The routes of the fake hub that speak as Hugging Face does."""
+"""The Hugging Face routes of the fake hub."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ def _checked_user(handler: Handler) -> str | None:
 
 
 def _found(handler: Handler, name: str, repo_type: RepoType) -> Repository:
-    """Return the repository, or answer as the hub does: a redirect, 401 to strangers, 404 to others."""
+    """Return the repository, or answer like the hub: a redirect, 401 without a token, 404 with one."""
     user = _checked_user(handler)
     store = handler.hub.store
     moved = store.moved.get((repo_type, name))
@@ -36,7 +36,7 @@ def _found(handler: Handler, name: str, repo_type: RepoType) -> Repository:
     found = store.find(name, repo_type)
     if found is None or (found.private and user is None):
         if user is None:
-            # The real hub sends no code here; its client guesses the reason of a 401, but under https alone.
+            # The real hub sends no error code here: its client infers the reason of a 401, but only over https.
             raise _refusal(401, "RepoNotFound", "Invalid username or password.")
         raise _refusal(404, "RepoNotFound", "Repository not found")
     return found
@@ -91,7 +91,7 @@ def _tree(commit: Commit, folder: str, recursive: bool) -> list[dict[str, Any]]:
 
 @route("GET", r"/api/whoami-v2")
 def whoami(handler: Handler) -> None:
-    """Tell whose token it is."""
+    """Return the user of the token."""
     user = _checked_user(handler)
     if user is None:
         raise _refusal(401, "", "Invalid username or password.")
@@ -153,7 +153,7 @@ def resolve(handler: Handler, kind: str | None, repo: str, revision: str, path: 
 
 @route("POST", r"/api/repos/create")
 def create(handler: Handler) -> None:
-    """Make a repository."""
+    """Create a repository."""
     asked = handler.json()
     owner = asked.get("organization") or handler.user or ""
     name = f"{owner}/{asked['name']}"
@@ -168,7 +168,7 @@ def create(handler: Handler) -> None:
 
 @route("POST", rf"/api/{KIND}/{REPO}/preupload/(?P<revision>[^/]+)")
 def preupload(handler: Handler, kind: str, repo: str, revision: str) -> None:
-    """Tell which files go into git and which beside it."""
+    """Return which files are stored in git and which as large files."""
     _writer(handler, repo)
     commit = _commit(_found(handler, repo, _typed(kind)), revision)
 
@@ -182,7 +182,7 @@ def preupload(handler: Handler, kind: str, repo: str, revision: str) -> None:
 
 @route("POST", rf"(/(?P<kind>datasets))?/{REPO}\.git/info/lfs/objects/batch")
 def batch(handler: Handler, kind: str | None, repo: str) -> None:
-    """Tell where to put large files."""
+    """Return the upload address of large files."""
     _writer(handler, repo)
     _found(handler, repo, _typed(kind))
     store, told = handler.hub.store, []
@@ -196,7 +196,7 @@ def batch(handler: Handler, kind: str | None, repo: str) -> None:
 
 @route("PUT", r"/blobs/(?P<oid>[0-9a-f]{64})")
 def put_blob(handler: Handler, oid: str) -> None:
-    """Take a large file; its name is its SHA-256."""
+    """Receive a large file; its name is its SHA-256."""
     if sha256(handler.body) != oid:
         raise Answer(400, {"error": "the content does not have this SHA-256"})
     handler.hub.store.blobs[oid] = handler.body
@@ -229,7 +229,7 @@ def commit(handler: Handler, kind: str, repo: str, revision: str) -> None:
 
 @route("POST", rf"/api/{KIND}/{REPO}/branch/(?P<branch>.+)")
 def branch(handler: Handler, kind: str, repo: str, branch: str) -> None:
-    """Begin a branch."""
+    """Create a branch."""
     _writer(handler, repo)
     repository = _found(handler, repo, _typed(kind))
     if branch in repository.branches:
@@ -240,5 +240,5 @@ def branch(handler: Handler, kind: str, repo: str, branch: str) -> None:
 
 @route("POST", r"/api/validate-yaml")
 def validate_yaml(handler: Handler) -> None:
-    """Find nothing wrong with a card."""
+    """Validate a card; always succeeds."""
     raise Answer(200, {"errors": [], "warnings": []})

@@ -42,14 +42,14 @@ class Answer(Exception):
 
 @dataclass
 class Fault:
-    """A misbehaviour: `kind` at requests whose path matches, `times` times.
+    """An injected fault for requests whose path matches.
 
     Attributes:
         kind: `cut` ends the connection in the middle of a body, `slow` waits, `status` answers with an error.
         pattern: searched in `METHOD path`.
         value: bytes sent before the cut, seconds, or the status.
-        times: how often it still happens.
-        begun: how often it has happened.
+        times: number of times that it will still happen.
+        begun: number of times that it has happened.
     """
 
     kind: Literal["cut", "slow", "status"]
@@ -70,7 +70,7 @@ class ServedHub(Protocol):
         """Its address, without a slash at the end."""
 
     def fault(self, request: str) -> Fault | None:
-        """Return the fault that this request is to suffer, if any."""
+        """Return the fault for this request, if any."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -81,21 +81,21 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Find the route and answer, or misbehave."""
+        """Find the route and answer, or inject a fault."""
         self._cut: int | None = None
         fault = self.hub.fault(f"{self.command} {self.path}")
         if fault is not None and fault.kind == "slow":
             time.sleep(fault.value)
         if fault is not None and fault.kind == "cut":
             self._cut = int(fault.value)
-        self.body = self._read_body()  # before any answer, or the connection cannot be used again
+        self.body = self._read_body()  # before any answer, so that the connection can be reused
         try:
             if fault is not None and fault.kind == "status":
-                raise Answer(int(fault.value), {"error": "this fault was asked for"})
+                raise Answer(int(fault.value), {"error": "this is an injected fault"})
             self._dispatch()
         except Answer as answer:
             self.send(answer.status, json.dumps(answer.body).encode(), answer.headers)
-        except Exception as error:  # a mistake of ours must not look like a network that broke
+        except Exception as error:  # an error of the fake hub must not look like a network failure
             self.send(500, json.dumps({"error": f"the fake hub failed: {error!r}"}).encode())
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         for wanted, pattern, function in ROUTES:
             found = pattern.fullmatch(path) if wanted == method else None
             if found:
-                # Unquoted after the match: a quoted slash belongs to the name of a revision or a file.
+                # Unquote after the match: a quoted slash is part of the name of a revision or a file.
                 function(self, **{key: part and unquote(part) for key, part in found.groupdict().items()})
                 return
         raise Answer(404, {"error": f"the fake hub has no route for {self.command} {path}"})
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def token(self) -> str | None:
-        """The token that came along: as a bearer, as ModelScope's cookie, or as git's password."""
+        """The token of the request: a bearer token, ModelScope's cookie, or git's password."""
         scheme, _, value = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return value
@@ -139,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def user(self) -> str | None:
-        """Whose token it is, if anybody's."""
+        """The user of the token, or None."""
         return self.hub.store.tokens.get(self.token or "")
 
     def json(self) -> Any:
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         return json.loads(self.body or b"{}")
 
     def send(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """Answer with these bytes, or with a part of them where a cut is due."""
+        """Answer with these bytes, or with a part of them if a fault cuts the connection."""
         self.hub.requests.append(f"{self.command} {self.path} {status}")
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
@@ -160,11 +160,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: self._cut])
             self.close_connection = True
             return
-        with contextlib.suppress(ConnectionError):  # the client has gone
+        with contextlib.suppress(ConnectionError):  # the client has disconnected
             self.wfile.write(data)
 
     def send_file(self, data: bytes, headers: Mapping[str, str]) -> None:
-        """Answer with a file, or with the range of it that was asked for."""
+        """Answer with a file, or with the requested range of it."""
         shared = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **headers}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not wanted:
@@ -175,4 +175,4 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(206, data[first : last + 1], {**shared, "Content-Range": f"bytes {first}-{last}/{len(data)}"})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: `FakeHub.requests` keeps what was asked."""
+        """Do not log: `FakeHub.requests` records the requests."""

@@ -1,4 +1,4 @@
-"""The routes of the fake hub that speak as ModelScope does."""
+"""The ModelScope routes of the fake hub."""
 
 import base64
 import re
@@ -30,7 +30,7 @@ def _checked_user(handler: Handler) -> str | None:
 
 
 def _found(handler: Handler, name: str, repo_type: RepoType) -> Repository:
-    """Return the repository, or answer as the hub does: who may not see it learns that there is none."""
+    """Return the repository, or answer like the hub: 404 also for repositories without access."""
     user = _checked_user(handler)
     store = handler.hub.store
     moved = store.moved.get((repo_type, name))
@@ -89,7 +89,7 @@ def open_info(handler: Handler, kind: str, repo: str) -> None:
 
 @route("GET", r"/openapi/v1/users/me")
 def me(handler: Handler) -> None:
-    """Tell whose token it is."""
+    """Return the user of the token."""
     user = _checked_user(handler)
     if user is None:
         raise Answer(401, {"success": False, "code": "Unauthorized", "message": "please login"})
@@ -98,7 +98,7 @@ def me(handler: Handler) -> None:
 
 @route("POST", rf"{_API}/login")
 def login(handler: Handler) -> None:
-    """Take a token."""
+    """Log in with a token."""
     token = str(handler.json().get("AccessToken"))
     user = handler.hub.store.tokens.get(token)
     if user is None:
@@ -131,7 +131,7 @@ def file(handler: Handler, kind: str, repo: str) -> None:
 
 @route("GET", rf"{_API}/{KIND}/{REPO}/revisions")
 def revisions(handler: Handler, kind: str, repo: str) -> None:
-    """List branches and tags; the hub tells their names, not their commits."""
+    """List the names of branches and tags; the hub does not return their commits."""
     repository = _found(handler, repo, _typed(kind))
     names = [{"Revision": "master" if name == "main" else name, "CreatedAt": _DATE} for name in repository.branches]
     tags = [{"Revision": name, "CreatedAt": _DATE} for name in repository.tags]
@@ -140,7 +140,7 @@ def revisions(handler: Handler, kind: str, repo: str) -> None:
 
 @route("GET", rf"(/(?P<kind>datasets))?/{REPO}\.git/info/refs")
 def git_refs(handler: Handler, kind: str | None, repo: str) -> None:
-    """Tell branches and tags with their commits, as a git server does before a fetch."""
+    """Return branches and tags with their commits, like a git server before a fetch."""
     repository = _found(handler, repo, _typed(kind or "models"))
     named = [(f"refs/heads/{'master' if name == 'main' else name}", at) for name, at in repository.branches.items()]
     named += [(f"refs/tags/{name}", at) for name, at in repository.tags.items()]
@@ -152,7 +152,7 @@ def git_refs(handler: Handler, kind: str | None, repo: str) -> None:
 
 @route("POST", rf"{_API}/{KIND}")
 def create(handler: Handler, kind: str) -> None:
-    """Make a repository: a model from JSON, a data set from a form."""
+    """Create a repository: a model from JSON, a data set from a form."""
     asked = handler.json() if kind == "models" else _form(handler)
     name = f"{asked.get('Path') or asked.get('Owner')}/{asked['Name']}"
     _writer(handler, name)
@@ -169,7 +169,7 @@ def _form(handler: Handler) -> dict[str, str]:
 
 @route("POST", rf"{_API}/repos/{KIND}/{REPO}/info/lfs/objects/batch")
 def batch(handler: Handler, kind: str, repo: str) -> None:
-    """Tell where to put large files."""
+    """Return the upload address of large files."""
     _writer(handler, repo)
     _found(handler, repo, _typed(kind))
     missing = [item for item in handler.json()["objects"] if item["oid"] not in handler.hub.store.blobs]
@@ -204,5 +204,5 @@ def commit(handler: Handler, kind: str, repo: str, revision: str) -> None:
 
 @route("GET", rf"{_API}/repos/internalAccelerationInfo")
 def acceleration(handler: Handler) -> None:
-    """Tell that this is no place inside the hub's own cloud."""
+    """Return that the client is not in the hub's own cloud."""
     raise _good({"InternalRegionQueryAddress": ""})

@@ -1,4 +1,4 @@
-"""What a fake hub holds: repositories with commits, branches and tags, in memory."""
+"""The repositories of a fake hub, with commits, branches and tags, in memory."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Literal
 RepoType = Literal["model", "dataset"]
 
 _LARGE = (".safetensors", ".bin", ".gguf", ".parquet", ".pt")
-_DEFAULT_NAMES = ("main", "master")  # what the two hubs call the branch that a repository begins with
+_DEFAULT_NAMES = ("main", "master")  # default branches of the two hubs
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Commit:
 
     Attributes:
         id: 40 hexadecimal digits, a function of the content and of the parent.
-        parent: the id before it, or None.
-        message: what was said about it.
+        parent: id of the parent commit, or None.
+        message: commit message.
         files: content by path.
     """
 
@@ -39,7 +39,7 @@ class Repository:
         repo_type: `model` or `dataset`.
         private: only tokens may see it.
         commits: by id.
-        branches: commit ids by name; the first branch is called `main`, and answers to `master` too.
+        branches: commit ids by name; the first branch is `main`, with the alias `master`.
         tags: commit ids by name.
     """
 
@@ -60,10 +60,10 @@ class Repository:
         """Add a commit on top of a branch and return its id; a new branch begins at the first one's head.
 
         Args:
-            files: content by path, added to what was there.
-            message: what to say about it.
-            branch: the branch that moves.
-            delete: paths that go.
+            files: content by path; other files are kept.
+            message: commit message.
+            branch: the branch to commit to.
+            delete: paths to delete.
         """
         branch = "main" if branch in _DEFAULT_NAMES else branch
         head = self.branches.get(branch) or self.branches.get("main")
@@ -78,13 +78,13 @@ class Repository:
         return made.id
 
     def at(self, revision: str | None) -> Commit | None:
-        """Return the commit of a branch, tag or id; None where there is none."""
+        """Return the commit of a branch, tag or id, or None."""
         name = "main" if revision in (None, *_DEFAULT_NAMES) else str(revision)
         return self.commits.get(self.branches.get(name) or self.tags.get(name) or name)
 
 
 class Store:
-    """All repositories of a fake hub, who may see them, and where a renamed one went."""
+    """All repositories of a fake hub, with access rights and redirects of renamed ones."""
 
     def __init__(self, tokens: Mapping[str, str]) -> None:
         """Begin empty.
@@ -96,11 +96,11 @@ class Store:
         self.repositories: dict[tuple[RepoType, str], Repository] = {}
         self.moved: dict[tuple[RepoType, str], str] = {}
         self.blobs: dict[str, bytes] = {}
-        self.tells_commits = True  # ModelScope's listing of files leaves the commit out at times
+        self.tells_commits = True  # ModelScope's list of files sometimes lacks the commit
         self.lock = threading.RLock()
 
     def create(self, name: str, repo_type: RepoType, private: bool) -> Repository | None:
-        """Return a new repository with an empty first commit, or None if there is one of that name."""
+        """Return a new repository with an empty first commit, or None if the name is taken."""
         with self.lock:
             if (repo_type, name) in self.repositories:
                 return None
@@ -109,7 +109,7 @@ class Store:
             return made
 
     def find(self, name: str, repo_type: RepoType) -> Repository | None:
-        """Return a repository by its present name."""
+        """Return a repository by its current name."""
         return self.repositories.get((repo_type, name))
 
 
@@ -119,7 +119,7 @@ def is_large(path: str, data: bytes) -> bool:
 
 
 def blob_id(data: bytes) -> str:
-    """Return git's own id of a file's content."""
+    """Return git's id of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

@@ -22,7 +22,7 @@ _CONFIGS = {
 
 
 def tiny_tokenizer(chat_template: str | None = CHATML) -> Any:
-    """Return a byte-level tokenizer (one token a byte, three special tokens; eos is `<|im_end|>`).
+    """Return a byte-level tokenizer (one token per byte, three special tokens; eos is `<|im_end|>`).
 
     Args:
         chat_template: Jinja text; None leaves the tokenizer without one.
@@ -83,9 +83,9 @@ def tiny_model(
     """Write a tiny random model (float32 safetensors) with tokenizer and chat template, and return its folder.
 
     Args:
-        folder: where to write; made if need be.
+        folder: the folder to write; created if necessary.
         architecture: see `tiny_config`.
-        seed: of the weights; torch's global generator is left as it was.
+        seed: seed of the weights; torch's global generator is not changed.
         chat_template: see `tiny_tokenizer`.
         **overrides: fields of the configuration class.
     """

@@ -1,9 +1,9 @@
-"""Makes this machine round as another one might: every matrix product depends on its number of rows.
+"""Simulates the rounding of another machine: the rounding of every matrix product depends on its number of rows.
 
-Processors and their libraries choose kernels by the shape of a product, and kernels round differently. Code that is
-only right where a product of 16 rows has the bits of the same rows among 64 fails on the next machine. With
-`round_by_rows()` it fails here: each result of `mm`, `addmm`, `bmm` and `baddbmm` on a CPU is moved by up to some units
-in the last place, by a pattern that depends on the number of rows and columns alone. Equal shapes keep equal bits.
+Libraries select kernels by the shape of a product, and kernels round differently. Code that assumes that a product of
+16 rows has the same bits as these rows in a product of 64 rows fails on another machine. With `round_by_rows()` it
+fails on this one: each result of `mm`, `addmm`, `bmm` and `baddbmm` on a CPU is moved by up to some units in the last
+place, by a pattern that depends only on the number of rows and columns. Products of equal shape keep equal bits.
 """
 
 import warnings
@@ -21,7 +21,7 @@ VARIABLE = "TWINKLE_TEST_ROUND_BY_ROWS"
 
 
 def round_by_rows(units: float = 2.0) -> None:
-    """From now on, in this process and all its threads, move each result by up to `units` in the last place.
+    """Move each result by up to `units` in the last place, in all threads of this process, permanently.
 
     Args:
         units: size of the movement in multiples of the dtype's epsilon, relative to the larger of the element and the
@@ -54,7 +54,7 @@ def round_by_rows(units: float = 2.0) -> None:
 
 
 class RoundsByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
-    """Does for one `with` block, in this thread, what `round_by_rows` does for the process.
+    """Applies `round_by_rows` to one `with` block, in this thread only.
 
     Args:
         units: see `round_by_rows`.
@@ -67,7 +67,7 @@ class RoundsByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and move what a product computed."""
+        """Run an operator, and move the result if it is a product."""
         out = func(*args, **(kwargs or {}))
         return _moved(out, self._units) if func.overloadpacket.__name__ in _PRODUCTS else out
 
@@ -87,6 +87,6 @@ def _moved(y: Tensor, units: float) -> Tensor:
 
 @cache
 def _pattern(rows: int, columns: int) -> Tensor:
-    """Return numbers in [-1, 1] for each column, other ones for each number of rows."""
+    """Return a number in [-1, 1] for each column; the numbers differ between row counts."""
     generator = torch.Generator().manual_seed(1_000_003 * rows + columns)
     return torch.rand(columns, generator=generator, dtype=torch.float64).mul_(2).sub_(1)

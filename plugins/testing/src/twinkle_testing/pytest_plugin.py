@@ -1,7 +1,7 @@
-"""The pytest plugin: nothing that the contract kit skips passes silently, and `--contracts NAME` makes tests of checks.
+"""The pytest plugin: reports skipped contract checks, and turns checks into tests with `--contracts NAME`.
 
-pytest loads it by itself where twinkle-core is installed. `pytest --contracts NAME` holds NAME (as `twinkle plugins
-test` takes it) to the contracts of its kinds, one test a check, beside the tests that are collected anyway.
+pytest loads it automatically if twinkle-testing is installed. `pytest --contracts NAME` runs the contract checks of
+NAME (as for `twinkle plugins test`) as one test per check, in addition to the collected tests.
 """
 
 from collections.abc import Iterator
@@ -22,21 +22,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a plugin, component, folder or ./file.py:Name to hold to the contracts of its kinds, one test a check",
+        help="a plugin, component, folder or ./file.py:Name whose contract checks to run, one test per check",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hear of every report that `check_component` makes."""
+    """Collect every report of `check_component`."""
     from twinkle_testing.contracts.running import listeners
 
     listeners.append(_of_this_test.append)
     config.add_cleanup(lambda: listeners.remove(_of_this_test.append))
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and marks choose among the items
+@pytest.hookimpl(tryfirst=True)  # before -k and marks select items
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Add a test for each check of what `--contracts` names."""
+    """Add a test for each check of the components that `--contracts` names."""
     from twinkle_testing.contracts.running import checks_for
     from twinkle_testing.contracts.subjects import subjects_of
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip a test that held a component to nothing, because every check was skipped."""
+    """Skip a test whose contract checks were all skipped."""
     _of_this_test.clear()
     yield
     _all.extend(_of_this_test)
@@ -58,7 +58,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say which checks of which component were skipped, and why."""
+    """Report the skipped checks of each component with their reasons."""
     skipped = [report for report in _all if report.skipped and report.ok]
     if not skipped:
         return
@@ -92,11 +92,11 @@ class ContractTest(pytest.Item):
             pytest.skip(_why([report]))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Show the report alone, without a traceback through the kit."""
+        """Show only the report, without a traceback through the kit."""
         return str(excinfo.value) if isinstance(excinfo.value, ContractError) else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Return where it stands."""
+        """Return the location of the test."""
         return self.path, None, self.name
 
 

@@ -420,7 +420,7 @@ def unpack(batch: Mapping[str, Any], layout: Layout, side: Side = "right") -> di
 
 
 def unpack_outputs(outputs: Mapping[str, Any], layout: Layout, size: Sequence[int], side: Side) -> dict[str, Any]:
-    """Return a model's outputs with whatever is `[B, T, ...]` (`size`) as `[sequences, longest, ...]`."""
+    """Return a model's outputs with tensors `[B, T, ...]` (`size`) reshaped to `[sequences, longest, ...]`."""
     return {
         key: layout.unpack(value, _FILL.get(key, 0), side) if getattr(value, "shape", ())[:2] == size else value
         for key, value in outputs.items()

@@ -36,7 +36,7 @@ class LogitTransform:
     Attributes:
         scale: factor on the raw logits (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`).
         softcap: c in `c * tanh(z / c)` (Gemma 2, arXiv:2408.00118, section 2); None is off.
-        temperature: of the distribution whose log-probabilities are wanted.
+        temperature: temperature of the distribution whose log-probabilities are computed.
     """
 
     scale: float = 1.0
@@ -72,7 +72,7 @@ class LogitTransform:
 
 
 def transform_of(config: Any) -> LogitTransform:
-    """Return the transform that a transformers text configuration asks for.
+    """Return the transform of logits that a transformers text configuration defines.
 
     Args:
         config: with `logit_scale` (Cohere), `logits_scaling` (Granite; a divisor) or `final_logit_softcapping` (Gemma
@@ -86,7 +86,7 @@ def transform_of(config: Any) -> LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to compute beside the log-probabilities of the targets."""
+    """What to compute in addition to the log-probabilities of the targets."""
 
     entropies: bool = False
     uniform: bool = False
@@ -247,7 +247,7 @@ class _Slopes:
         self._mean = weight.mean(0, dtype=wide(weight.dtype)).to(weight.dtype) if want.uniform else None
 
     def made(self) -> tuple[Tensor, ...]:
-        """Return those that are wanted, in the order of the scores."""
+        """Return the requested values, in the order of the scores."""
         return tuple(slope for slope in (self.logp, self.entropy, self.uniform) if slope is not None)
 
     def straight(self, part: slice, y: Tensor, p: Tensor, total: Tensor | float) -> None:
@@ -352,7 +352,7 @@ def _mark(ctx: Any, scores: tuple[Tensor, ...], want: Wanted) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What the head says about each position, all `[N]`.
+    """The results of the head for each position, all `[N]`.
 
     Attributes:
         logps: log-probability of the target, or `[N, K]` of K targets; float32 (float64 for float64 hidden states),

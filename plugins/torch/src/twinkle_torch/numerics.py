@@ -1,14 +1,13 @@
 """Decides by measurement whether a fast path computes what the plain path computes, on this model, dtype and machine.
 
-Two things can be wrong with a fast path that packs several sequences into one pass. Sequences may influence each other:
-change one of them, and others move. Or a sequence is computed wrongly by itself (positions, masks): it differs from the
-plain path. Neither is decided by a constant tolerance, since rounding differs by orders of magnitude between models,
-tokens, dtypes and processors. The bound is the rounding that was measured on these very tokens, and where that bound is
-too wide to decide, as in bfloat16, both paths run in float64.
+A fast path that packs several sequences into one pass can be wrong in two ways. Sequences may influence each other: a
+change of one of them changes others. Or a sequence is computed wrongly (positions, masks) and differs from the plain
+path. A constant tolerance cannot decide either, because rounding differs by orders of magnitude between models, tokens,
+dtypes and processors. The bound is therefore the rounding measured on the same tokens. If that bound is too wide to
+decide, as in bfloat16, both paths run in float64.
 
-The two dispatch modes that make this possible run the same code with added noise of the size of rounding, and in
-float64. They act on every operator that runs inside their `with` block, in this thread, forward and backward, without
-changing or copying the model.
+Two dispatch modes run the same code with added noise of the size of rounding, or in float64. They act on every operator
+inside their `with` block, in this thread, forward and backward, without changing or copying the model.
 """
 
 import os
@@ -37,12 +36,12 @@ class RoundingNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     r"""Adds noise of one rounding error to the result of every product, reduction and attention operator.
 
     For a result row y with root mean square s, each element becomes `y + eps * (|y| + s) * u` with u uniform in
-    [-1, 1] and `eps` of y's dtype. That is the size by which another kernel (other instruction set, other number of
-    rows, other blocking) may differ: the error of a dot product is bounded by the sizes of its terms, not by the size
+    [-1, 1] and `eps` of y's dtype. This is the size of differences between kernels (other instruction set, number of
+    rows or blocking): the error of a dot product is bounded by the sizes of its terms, not by the size
     of its result (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 
     Args:
-        seed: of the noise, which depends on nothing else.
+        seed: seed of the noise.
         units: size of the noise in rounding errors.
     """
 
@@ -54,7 +53,7 @@ class RoundingNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and add noise to what it computed."""
+        """Run an operator, and add noise to its result."""
         out = func(*args, **(kwargs or {}))
         if not _rounds(func):
             return out
@@ -85,7 +84,7 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Operators that have no float64 kernel raise their own error.
 
     Args:
-        kept_bytes: bytes of converted weights that are kept until the block ends; further weights are converted again
+        kept_bytes: bytes of converted weights to keep until the block ends; further weights are converted again
             at each use, so that only one of those exists in float64 at a time.
     """
 
@@ -104,9 +103,11 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on float64 copies of its arguments."""
         if _is_view(func) and not any(isinstance(value, nn.Parameter) for value in args):
-            return func(*args, **(kwargs or {}))  # a view of a caller's buffer must stay one: it may be written to
+            # A view of a caller's buffer must stay a view, because it may be written to.
+            return func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ == "embedding":
-            return _wider(func(*args, **(kwargs or {})))  # rows are copied as they are; the table is a model's largest
+            # Convert the selected rows only: the table is a model's largest weight.
+            return _wider(func(*args, **(kwargs or {})))
         given, named = tree_map(self._widened, args), tree_map(self._widened, kwargs or {})
         compute = _grouped_mm if func.overloadpacket.__name__ == "_grouped_mm" else func
         out = tree_map(_wider, compute(*given, **named))
@@ -178,12 +179,12 @@ def distance(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def measured_rounding(call: Callable[[], Tensor], *, draws: int = 2, first: Tensor | None = None) -> Tensor:
-    """Return how far rounding moves each row of a result on this model: the largest of several noisy runs.
+    """Measure the effect of rounding on each row of a result: the largest difference of several noisy runs.
 
     Args:
         call: computes the result `[T, H]`; deterministic.
         draws: number of noisy runs.
-        first: the result without noise, where it is known.
+        first: the result without noise, if known.
 
     Returns:
         Relative distances, float64 `[T]`, at least the epsilon of the result's dtype.
@@ -203,12 +204,12 @@ sampling step by step with requests joining at any time; adapters of several ten
 DISABLE = "TWINKLE_DISABLE_FAST_PATHS"
 
 TOKEN_FACTOR = 16.0
-"""How far one token may differ, in units of its measured rounding. Differences between paths were 1.4 units at most,
-and float32 against float64 4.7 units (SmolLM2-135M, AMD with AVX2); a mask that leaks is off by 1,000 and more."""
+"""Largest difference of a token, in units of its measured rounding. Measured differences between correct paths were at
+most 1.4 units, float32 against float64 4.7 units (SmolLM2-135M, AMD with AVX2); a leaking mask gives 1,000 and more."""
 MEAN_FACTOR = 4.0
-"""How far tokens may differ in the root mean square, in the same units."""
+"""Largest root mean square of the differences of all tokens, in the same units."""
 _SHARP = 0.05
-"""A bound that allows more than this relative difference cannot tell a leak from rounding."""
+"""A bound above this relative difference cannot distinguish a leak from rounding."""
 _ROUTED_SHARE = 0.75
 """Share of tokens within the bound where tokens choose experts: rounding may send one to another expert."""
 
@@ -218,18 +219,18 @@ _ERRORS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, Ru
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was measured about a fast path, and what follows from it.
+    """The measurement of a fast path, and the decision.
 
     Attributes:
         path: name of the fast path.
-        exact: whether it computes what the plain path computes, so that it may be used.
-        method: what decided: "equal bits", "rounding", "float64", "disabled", "structure" (the model lacks what the
-            path needs) or "undecided".
-        reason: why the path is off; empty where it is on.
+        exact: whether it computes the same as the plain path, so that it may be used.
+        method: basis of the decision: "equal bits", "rounding", "float64", "disabled", "structure" (the model lacks a
+            property that the path needs) or "undecided".
+        reason: why the path is off; empty if it is on.
         difference: largest relative difference of a token to the plain path.
-        moved: largest relative movement of a token when a sequence that it must not see was changed.
+        moved: largest relative change of a token after a change of a sequence that it must not depend on.
         rounding: measured rounding of the token that differs most in units of it.
-        dtype: of the model's results, or of autocast where that is on.
+        dtype: dtype of the model's results, or of autocast if that is on.
     """
 
     path: str
@@ -380,7 +381,7 @@ class _Trial(Generic[Given]):
                 ours, reference = self.fast(self.given), self.plain(self.given)
                 wide = self._measure(ours, reference, moves=bool(found.moved.any()))
                 wide.rounding = measured_rounding(lambda: self.fast(self.given), draws=1, first=ours)
-        except _ERRORS as error:  # for want of memory too: the path is off, and the model can be used without it
+        except _ERRORS as error:  # also out of memory: the path is off, and the model can be used without it
             why = f"{found.fault}, which does not tell a fault from rounding, and it does not run in float64: {error}"
             return found.evidence(self.path, "undecided", why)
         if not wide.within:

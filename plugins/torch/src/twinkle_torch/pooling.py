@@ -20,7 +20,7 @@ def last_tokens(batch: Mapping[str, Any]) -> Tensor:
     shape = batch["input_ids"].shape[:2]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     valid = torch.ones(shape, dtype=torch.bool) if mask is None or mask.ndim != 2 else mask != 0
-    follows = torch.cat([valid[:, 1:], valid.new_zeros(shape[0], 1)], 1)  # whether a token stands to the right
+    follows = torch.cat([valid[:, 1:], valid.new_zeros(shape[0], 1)], 1)  # whether a token follows
     after = follows.flip(1).cummax(1).values.flip(1)
     ends = valid & ~after
     if positions is not None and positions.ndim == 2:

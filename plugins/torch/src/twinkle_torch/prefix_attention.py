@@ -1,4 +1,4 @@
-"""Attention over sequences that share prefixes, on a CPU: each prefix is attended to once, where it lies.
+"""Attention over sequences that share prefixes, on a CPU: keys of a prefix are read in place, without copies.
 
 A sequence's own part and its prefix are attended to apart and put together by their log-sum-exp, so that keys are never
 copied and lengths need not be equal. The gradient of a part is that of flash attention with the output and the
@@ -72,7 +72,7 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Part], scal
     """
     size, out = q.shape[-1], v.shape[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    # The kernel knows one size; zeros beside queries and keys leave the products as they are.
+    # The kernel supports one head size; padding queries and keys with zeros does not change their products.
     if size < out:
         q, k = (nn.functional.pad(x, (0, out - size)) for x in (q, k))
     elif out < size:

@@ -25,9 +25,9 @@ class Segments:
     """Where the sequences of a packed row lie.
 
     Attributes:
-        lengths: tokens of each sequence, in order, each at least 1; of one with a parent, those of its own.
+        lengths: tokens of each sequence, in order, each at least 1; without those of its parent.
         cu_seqlens: int32 `[n + 1]`, where each sequence begins, and the end; on the device of the tokens.
-        parents: for each sequence the number of the one that it goes on after, or -1; empty where none has one.
+        parents: for each sequence the index of the one that it continues, or -1; empty if no sequence has a parent.
     """
 
     lengths: tuple[int, ...]
@@ -50,7 +50,7 @@ class Segments:
                 come before its own; -1 for a sequence that begins by itself.
 
         Raises:
-            ArgumentError: there are none, or one has no tokens, or a parent does not come before its child.
+            ArgumentError: there are no sequences, one has no tokens, or a parent does not come before its child.
         """
         if not lengths or min(lengths) < 1:
             raise ArgumentError(f"segments of lengths {list(lengths)}; there must be one, and each needs a token")
@@ -152,7 +152,7 @@ class Keys:
     """The tokens that sequences see, gathered.
 
     Attributes:
-        index: int64 `[K]`, where in the row each of them lies.
+        index: int64 `[K]`, index of each of them in the row.
         cu_seqlens: int32 `[n + 1]`, where those of each sequence begin, and the end.
     """
 
@@ -229,7 +229,7 @@ class Rule:
         query = torch.arange(window, device=q.device)[:, None]
         key = torch.arange(2 * window, device=q.device)
         seen = (key > query) & (key <= query + window)
-        first = seen & (key >= window - given)  # before the first block lies what was given, and nothing else
+        first = seen & (key >= window - given)  # only given keys precede the first block
         allowed = torch.stack([first, *[seen] * (blocks - 1)])[:, None]
         q, k, v = (x.movedim(2, 1).flatten(0, 1) for x in (q, k, v))
         out = self._weigh(q, k, v, allowed.repeat(rows, 1, 1, 1))
@@ -276,7 +276,7 @@ def by_segment(function: Callable[..., Tensor], segments: Segments, *tensors: Te
 
     Raises:
         ArgumentError: a tensor does not have one entry for each token.
-        Unsupported: a sequence goes on after another one.
+        Unsupported: a sequence continues another one.
     """
     if segments.parents:
         raise Unsupported(
@@ -320,7 +320,7 @@ def segment_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention within each segment, and to all of what it goes on after.
+    """Return causal attention within each segment and to the whole prefix that it continues.
 
     Args:
         q: `[T, H, D]`.
@@ -372,7 +372,7 @@ def _by_kernel(
     if segments.parents:
         bounds = segments.keys.cu_seqlens
         k, v = gather(k, segments.keys.index), gather(v, segments.keys.index)
-    seen = (-1 if window is None else window - 1, 0)  # tokens before and after, itself not counted
+    seen = (-1 if window is None else window - 1, 0)  # number of tokens before and after the token itself
     return kernel(
         q, k, v, segments.cu_seqlens, bounds, segments.longest, reach,
         scale=scale, window_size=seen, enable_gqa=q.shape[1] != k.shape[1],

@@ -57,7 +57,7 @@ def _entry(name: str, row: int, entry: Any, where: Trained) -> Tensor:
     try:
         numbers = torch.as_tensor(entry).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{found} are no table of numbers ({error}); give [n, k], one line a token") from error
+        raise ArgumentError(f"{found} are not a table of numbers ({error}); give [n, k], one line per token") from error
     if numbers.dim() != 2:
         raise ArgumentError(f"{found} have the shape {list(numbers.shape)}; give [n, k], one line a token")
     return numbers[where.pick(name, row, len(numbers)).to(numbers.device)]

@@ -1,4 +1,4 @@
-"""Where a batch trains, and per-row arguments of a loss or metric brought to `[B, T]`, whatever form they come in."""
+"""Trained positions of a batch, and conversion of per-row arguments of losses and metrics to `[B, T]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Trained:
         return sum(count > 0 for count in self.counts)
 
     def fill(self, values: "Tensor") -> "Tensor":
-        """Return `values` `[B, T]` with 0 where nothing is trained, whatever stands there, NaN included."""
+        """Return `values` `[B, T]` with 0 at untrained positions, which may contain NaN."""
         import torch
 
         return torch.where(self.mask, values, 0.0)
@@ -74,10 +74,10 @@ class Trained:
                 one number has it at each trained position; as many as trained positions go there in order (what a
                 sampler returns); as many as the row has tokens, or T and more (cut to T), stand at their positions.
             like: gives dtype and device.
-            broadcast: whether one number may stand for several trained positions.
+            broadcast: whether one number may be used for several trained positions.
 
         Raises:
-            ArgumentError: there is not one entry a row, or its length is none of these; names row and lengths.
+            ArgumentError: there is not one entry per row, or its length is none of these; names row and lengths.
         """
         import torch
 

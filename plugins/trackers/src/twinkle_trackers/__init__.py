@@ -1,1 +1,1 @@
-"""Trackers: what a run's numbers are written to: files of its own folder, TensorBoard, services."""
+"""Trackers: record the numbers of a run in files of its folder, in TensorBoard, or at a service."""

@@ -49,7 +49,7 @@ class MLflowTracker(ServiceTracker):
         self.experiment, self.name, self.tracking_uri, self.tags = experiment, name, tracking_uri, dict(tags or {})
 
     def begin(self, run: "Run") -> "tuple[_Session, Background]":
-        """Begin the run there, or go on with it, in a thread."""
+        """Start or resume the run at the service, in a thread."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
@@ -79,7 +79,7 @@ class MLflowTracker(ServiceTracker):
 
 
 class _Session:
-    """One run as MLflow knows it; every method waits for the answer."""
+    """A run of MLflow; every method waits for the response."""
 
     def __init__(self, client: Any, run: "Run", name: str) -> None:
         self._client, self._run, self._name = client, run, name
@@ -117,7 +117,7 @@ class _Session:
             self._client.log_batch(self._id, params=values[start : start + _PARAMETERS_A_CALL])
 
     def _last_step(self) -> int:
-        """Return the last step of which a number is there; -1 where there is none."""
+        """Return the last recorded step; -1 if there is none."""
         names = self._client.get_run(self._id).data.metrics
         steps = [metric.step for name in names for metric in self._client.get_metric_history(self._id, name)]
         return max(steps, default=-1)

@@ -30,7 +30,7 @@ class ServiceTracker(Tracker, ABC):
 
     @abstractmethod
     def begin(self, run: "Run") -> Any:
-        """Begin the run there, or go on with it; return what `record` and `end` are given."""
+        """Start or resume the run at the service; the result is passed to `record` and `end`."""
 
     @abstractmethod
     def record(self, session: Any, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,7 +42,7 @@ class ServiceTracker(Tracker, ABC):
 
     @hookimpl
     def twinkle_run_start(self, run: "Run") -> None:
-        """Begin the run there, or go on with it."""
+        """Start or resume the run at the service."""
         self._lost, self._error = False, None
         self._begin(run)
 
@@ -84,7 +84,7 @@ class ServiceTracker(Tracker, ABC):
 
 
 def kept_id(run: "Run", service: str, make: Callable[[], str]) -> tuple[str, bool]:
-    """Return the name that a service knows this run by, and whether the run had it before it was cut off.
+    """Return the name of this run at the service, and whether an interrupted run had it before.
 
     It is kept in the run's folder, in the file `<service>.id`.
     """

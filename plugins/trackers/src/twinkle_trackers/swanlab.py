@@ -45,7 +45,7 @@ class SwanLabTracker(ServiceTracker):
         self.tags = [tags] if isinstance(tags, str) else list(tags)
 
     def begin(self, run: "Run") -> Any:
-        """Begin the run there, or go on with it."""
+        """Start or resume the run at the service."""
         import swanlab
 
         identity, continued = kept_id(run, "swanlab", new_id)

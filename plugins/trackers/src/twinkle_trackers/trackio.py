@@ -42,7 +42,7 @@ class TrackioTracker(ServiceTracker):
         self._first = 0
 
     def begin(self, run: "Run") -> Any:
-        """Begin the run there, or go on with it."""
+        """Start or resume the run at the service."""
         with _quiet():
             session = _init(
                 run.folder / "trackio",

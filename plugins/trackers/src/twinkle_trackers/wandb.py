@@ -44,7 +44,7 @@ class WandbTracker(ServiceTracker):
         self.tags = [tags] if isinstance(tags, str) else list(tags)
 
     def begin(self, run: "Run") -> Any:
-        """Begin the run there, or go on with it."""
+        """Start or resume the run at the service."""
         import wandb
 
         identity, continued = kept_id(run, "wandb", new_id)

@@ -141,7 +141,7 @@ def routing_of(rows: int) -> Routing | None:
 
 
 def body_of(model: Any) -> Any:
-    """Return a causal language model without its head; `base_model` of some classes (Llama 4) is wrong."""
+    """Return a causal language model without its head; `base_model` of some classes (Llama 4) is the model itself."""
     others = (
         candidate
         for candidate in (model.get_decoder(), getattr(model, "model", None))
@@ -302,6 +302,7 @@ class Segmenter:
         scope = Scope(segments, self._switch)
 
         def packed(ids: Tensor) -> Tensor:
+            # No attention mask: a mask `[1, T]` cannot describe several sequences, so the scope must define them.
             given = {"input_ids": ids[None]}
             if takes_positions:
                 given["position_ids"] = segments.positions[None]

@@ -148,7 +148,7 @@ def plan_prefixes(rows: Sequence[Any], *, least: int = 16) -> PrefixPlan:
     """Find the prefixes that rows share, and arrange the rows so that each prefix occurs once.
 
     A row that equals another one, or is a prefix of it, is read from that row and adds no tokens. For the others, the
-    groups are optimal: no choice with one prefix a row saves more tokens after `least - 1` is subtracted for each
+    groups are optimal: no choice with one prefix per row saves more tokens after `least - 1` is subtracted for each
     group. The cost is sorting the rows, and one pass over their tree of prefixes.
 
     Args:

@@ -26,7 +26,7 @@ from twinkle_server.runtime.queues import TRANSITIONS, Closed, Gap, InFlight, Mo
 from twinkle_server.runtime.sessions import Heartbeats
 from twinkle_server.runtime.status import FORGOTTEN, LastPass
 from twinkle_server.store import database
-from twinkle_server.store.faults import LeaseLost
+from twinkle_server.errors import LeaseLost
 
 FRAME = 512
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class Advantage(ABC):
     """Turns rewards into advantages.
 
-    Groups are consecutive: with `num_generations=n`, rows 0..n-1 belong to the first prompt, so prompts are repeated
-    one by one: `[prompt for prompt in prompts for _ in range(n)]`. An estimator that takes `group_ids`, one a row,
-    finds the groups by them, in any order and of any size.
+    Groups are consecutive: with `num_generations=n`, rows 0..n-1 belong to the first prompt. Repeat each prompt
+    accordingly: `[prompt for prompt in prompts for _ in range(n)]`. An estimator that takes `group_ids`, one per row,
+    allows groups in any order and of any size.
     """
 
     @abstractmethod
@@ -24,15 +24,15 @@ class Advantage(ABC):
         scale: Literal["group", "batch", "none"] = "group",
         **kwargs: Any,
     ) -> "torch.Tensor | list[torch.Tensor]":
-        """Return float32 advantages without gradient, in a form that the losses take as `advantages=`.
+        """Return float32 advantages without gradient, for the argument `advantages=` of a loss.
 
-        Either `[B]`, one number a row, or a list of B tensors with one number for each trained token of the row (none
-        for a row without): where the estimator works on tokens, or was told the lengths of turns.
+        The result is `[B]`, one number per row, or, from an estimator that works on tokens or turns, a list of B
+        tensors with one number for each trained token of the row.
 
         Args:
-            rewards: one number a row; where the estimator says so, several: one a turn, or one a token.
-            num_generations: rows a group; must divide B.
-            scale: divide by the standard deviation of the group, of the batch, or not at all. An estimator that has
-                not all three refuses the others, and may have another default.
-            **kwargs: what an estimator needs beside, such as `group_ids`, `turn_lengths` or `values`.
+            rewards: one number per row; for some estimators one per turn or one per token.
+            num_generations: rows per group; must divide B.
+            scale: divide by the standard deviation of the group, of the batch, or not at all. An estimator may support
+                fewer of these and have another default.
+            **kwargs: further arguments of an estimator, such as `group_ids`, `turn_lengths` or `values`.
         """

@@ -12,15 +12,15 @@ class CheckpointEngine(ABC):
     """Moves weights from a trainer to a sampler, in buckets, without going through disk.
 
     Attributes:
-        reuses_memory: whether a tensor that was received is overwritten by later ones, so that whoever keeps it must
-            copy it.
+        reuses_memory: whether a received tensor is overwritten by later ones, so that the receiver must copy it to
+            keep it.
     """
 
     reuses_memory: ClassVar[bool] = True
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
-        """Allocate what a transfer needs; returns the metadata that `build_topology` exchanges."""
+        """Allocate the resources of a transfer; returns the metadata for `build_topology`."""
 
     @classmethod
     @abstractmethod
@@ -35,7 +35,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Release what `prepare` allocated; a transfer of the other side that still waits for this one fails."""
+        """Release what `prepare` allocated; if the other side still waits for this one, its transfer fails."""
 
     @abstractmethod
     async def send_weights(self, weights: "Iterator[tuple[str, torch.Tensor]]") -> None:

@@ -1,4 +1,4 @@
-"""`CheckpointEngineManager`: brings a trainer's weights to a sampler."""
+"""`CheckpointEngineManager`: copies a trainer's weights to a sampler."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -14,26 +14,25 @@ _ELSEWHERE = {"GPU": "NCCLCheckpointEngine", "CUDA": "NCCLCheckpointEngine", "NP
 
 
 class CheckpointEngineManager:
-    """Brings the weights of a model to a sampler, as often as asked.
+    """Copies the weights of a model to a sampler.
 
-    What it asks of both is little, so that other backends fill it: of the model `send_weights` and
-    `get_peft_config_dict`, of the sampler `receive_weights`, `get_state_keys` and `count_base_writes`, of both
-    `CheckpointEngineMixin`. A sampler that may share the module of a live model says so by `shares_weights(model)`, and
-    publishes an adapter by `publish_adapter(adapter_name)`.
+    The model must have `send_weights` and `get_peft_config_dict`; the sampler must have `receive_weights`,
+    `get_state_keys` and `count_base_writes`; both must have the methods of `CheckpointEngineMixin`. A sampler that can
+    share the module of a live model has `shares_weights(model)` and `publish_adapter(adapter_name)`.
     """
 
     def __init__(self, model: Any, sampler: Any, platform: str = "GPU", *, engine: Any = None) -> None:
-        """Remember both; a sync connects them for as long as it takes.
+        """Store both; each sync connects them while it runs.
 
         Args:
-            model: sends.
-            sampler: receives.
-            platform: of the devices; chooses the engine where model and sampler live in other processes.
-            engine: any form of component argument. By default `InProcessCheckpointEngine` where both are here, else
-                the platform's (`NCCLCheckpointEngine`, `HCCLCheckpointEngine`).
+            model: the sender.
+            sampler: the receiver.
+            platform: platform of the devices; selects the engine if model and sampler live in other processes.
+            engine: any form of component argument. By default `InProcessCheckpointEngine` if both live in this process,
+                else that of the platform (`NCCLCheckpointEngine`, `HCCLCheckpointEngine`).
 
         Raises:
-            ArgumentError: one of them cannot send, or receive.
+            ArgumentError: the model cannot send, or the sampler cannot receive.
             MeshError: the platform is unknown.
         """
         Platform.get(platform)
@@ -46,24 +45,24 @@ class CheckpointEngineManager:
         self.model, self.sampler, self.platform = model, sampler, platform
         here = isinstance(model, CheckpointEngineMixin) and isinstance(sampler, CheckpointEngineMixin)
         self.engine = engine or (_HERE if here else _ELSEWHERE.get(platform.strip().upper(), _HERE))
-        self._base: int | None = None  # the sampler's count of writes to its base, where that is the model's own
+        self._base: int | None = None  # count of writes to the sampler's base at the last base sync
 
     def sync_weights(self, merge_and_sync: bool = True, *, adapter_name: str | None = None) -> None:
-        """Let the sampler sample with the model's weights as they are now, until the next sync.
+        """Make the sampler use the present weights of the model, until the next sync.
 
-        A sampler with weights of its own gets either everything, the adapter merged into it, or (False) the base once
-        and then the adapter alone, as the one that rows have by default. Where the model has no adapter all weights go
-        over. Nothing of the model is written, not even for a moment, and of the sampler nothing until all has arrived
-        and been compared. A sampler that shares the model's module publishes the adapter as it is now, whatever
-        `merge_and_sync` says: the shared base is not touched.
+        A sampler with its own weights gets all weights with the adapter merged into them, or (with
+        `merge_and_sync=False`) the base once and then only the adapter, which becomes the default adapter of its rows.
+        A model without adapter sends all weights. The model is never written, and the sampler only after all weights
+        have arrived and been checked. A sampler that shares the model's module publishes the present adapter,
+        independent of `merge_and_sync`; the shared base is not changed.
 
         Args:
             merge_and_sync: merge the adapter into the weights that are sent.
-            adapter_name: which adapter; by default the model's active one. Needed where many share a model.
+            adapter_name: the adapter; by default the model's active one. Required for a model with many adapters.
 
         Raises:
-            ArgumentError: names, shapes or dtypes differ, or an adapter is named that the model does not have.
-            Unsupported: the adapter cannot be merged, or not be sent alone; it says what can be done.
+            ArgumentError: names, shapes or dtypes differ, or the model does not have the adapter.
+            Unsupported: the adapter cannot be merged, or cannot be sent alone; the message says what to do.
         """
         shares = getattr(self.sampler, "shares_weights", None)
         if shares is not None and shares(self.model):
@@ -99,7 +98,7 @@ class CheckpointEngineManager:
             side.init_checkpoint_process_group(**{name: values[0] for name, values in part.items()})
 
     def _both(self, *calls: Callable[[], None]) -> None:
-        """Make calls that wait for each other at the same time; if one fails, the other is told and its error kept."""
+        """Run calls that wait for each other concurrently; if one fails, stop the other and raise the first error."""
         with ThreadPoolExecutor(len(calls), thread_name_prefix="twinkle-sync") as pool:
             running: list[Future[None]] = [pool.submit(call) for call in calls]
             done, waiting = wait(running, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""What a model and a sampler have so that a manager can connect them by an engine."""
+"""The methods of models and samplers that let a manager connect them by a checkpoint engine."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from twinkle.runtime import remote_function
 
 
 class CheckpointEngineMixin:
-    """Holds this side's engine, for a class that offers `send_weights` (a model) or `receive_weights` (a sampler)."""
+    """Holds the engine of one side, for a class with `send_weights` (a model) or `receive_weights` (a sampler)."""
 
     _checkpoint_engine: CheckpointEngine | None = None
     _built_with: tuple[Any, dict[str, Any]] | None = None
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
-        """This side's engine.
+        """The engine of this side.
 
         Raises:
-            TrainingStateError: none was prepared.
+            TrainingStateError: no engine was prepared.
         """
         if self._checkpoint_engine is None:
             raise TrainingStateError(
@@ -29,11 +29,11 @@ class CheckpointEngineMixin:
 
     @remote_function(dispatch="all")
     def prepare_checkpoint_engine(self, engine: Any, **kwargs: Any) -> dict[str, Any]:
-        """Build this side's engine, if it is another than before, and return its metadata for `build_topology`.
+        """Build the engine of this side, unless it has the same one already; return its metadata for `build_topology`.
 
         Args:
             engine: any form of component argument.
-            **kwargs: for its constructor.
+            **kwargs: arguments of its constructor.
         """
         from twinkle._registry import registry
 
@@ -45,11 +45,11 @@ class CheckpointEngineMixin:
 
     @remote_function(dispatch="all")
     def init_checkpoint_process_group(self, **kwargs: Any) -> None:
-        """Let this side's engine join the transfer group; arguments are those that `build_topology` returned."""
+        """Let the engine of this side join the transfer group, with the arguments that `build_topology` returned."""
         self.checkpoint_engine.init_process_group(**kwargs)
 
     @remote_function(dispatch="all")
     def finalize_checkpoint_engine(self) -> None:
-        """Release what a transfer needed; the engine can be prepared again."""
+        """Release the resources of a transfer; the engine can be prepared again."""
         if self._checkpoint_engine is not None:
             self._checkpoint_engine.finalize()

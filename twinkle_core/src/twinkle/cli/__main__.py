@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-# The registry may warn while it finds `main`: one line each, as the command shows its notices.
+# The registry may warn while it resolves `main`: print one line for each, like other notices of the command.
 with warnings.catch_warnings(record=True) as notices:
     from twinkle.cli import main
 

@@ -1,4 +1,4 @@
-"""The shapes of data that travel between components: rows, tokens, samples and outputs. Plain dicts and dataclasses."""
+"""The data formats of the contracts: rows, tokens, samples and outputs, as plain dicts and dataclasses."""
 
 from twinkle.data_format.features import IGNORE_INDEX, InputBatch, InputFeature, InputType
 from twinkle.data_format.messages import (

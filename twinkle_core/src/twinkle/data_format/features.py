@@ -1,4 +1,4 @@
-"""Encoded rows: what a template makes and a model trains on."""
+"""Encoded rows: the output of a template and the input of a model."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -15,8 +15,8 @@ class InputFeature(TypedDict, total=False):
     """One encoded row. Collated rows are an `InputBatch` of the same keys.
 
     `labels[i]` is the target of position `i`: labels are stored already shifted, -100 is not trained, and the last
-    position of a row is always -100. Multimodal inputs travel under their processor's own names; `messages` and
-    `user_data` of the trajectory ride along untouched.
+    position of a row is always -100. Multimodal inputs have the names that their processor gives them; `messages` and
+    `user_data` of the trajectory are kept unchanged.
     """
 
     input_ids: InputType
@@ -39,9 +39,9 @@ class InputFeature(TypedDict, total=False):
 
 
 class InputBatch(TypedDict, total=False):
-    """Collated rows: what a processor returns and what a model, a loss and a metric see. Shorter rows are padded.
+    """Collated rows: the output of a processor and the input of models, losses and metrics. Shorter rows are padded.
 
-    Whatever else the rows carry travels under its own name: tensors stacked, anything else as a list.
+    Other keys of the rows are kept: tensors are stacked, other values become a list.
     """
 
     input_ids: "torch.Tensor"

@@ -1,4 +1,4 @@
-"""Conversations: messages, tools, trajectories, and the small values that ride along with them."""
+"""Conversations: messages, tools, trajectories and their `user_data`."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class ToolCall(TypedDict, total=False):
 
 
 class FunctionSchema(TypedDict, total=False):
-    """What a callable tool offers: a name, a description and a JSON schema of its parameters."""
+    """A callable tool: its name, description and the JSON schema of its parameters."""
 
     name: str
     description: str
@@ -43,8 +43,8 @@ class Tool(TypedDict, total=False):
 class Message(TypedDict, total=False):
     """One turn. `content` is text or a list of OpenAI content parts.
 
-    An assistant turn with `weight` 0 or `loss` false is not trained; 1 and true are the default. With a loss scale
-    `weight` is any number from 0, and multiplies what the loss scale says.
+    An assistant turn with `weight` 0 or `loss` false is not trained; the defaults are 1 and true. With a loss scale,
+    `weight` is any number >= 0 and multiplies the weights of the loss scale.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -58,7 +58,7 @@ class Message(TypedDict, total=False):
 
 
 class Trajectory(TypedDict, total=False):
-    """A conversation with what belongs to it. `user_data` is a list of (key, JSON text) pairs."""
+    """A conversation with its tools and metadata. `user_data` is a list of (key, JSON text) pairs."""
 
     messages: list[Message]
     tools: list[Tool]

@@ -1,4 +1,4 @@
-"""What a model's forward and a loss return."""
+"""Return values of a model's forward and of a loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ModelOutput(TypedDict, total=False):
-    """What `forward` returns; which keys are present depends on the call and on what the loss requires.
+    """The return value of `forward`; its keys depend on the call and on the class attributes of the loss.
 
     With several micro-batches the rows are joined again in the caller's order, padded on the right.
     """
@@ -18,8 +18,8 @@ class ModelOutput(TypedDict, total=False):
     """float32, in the shape of `labels`: their log-probability at each trained position, 0 elsewhere. In a
     training pass with a loss that multiplies by `loss_scale`, positions of weight 0 are not trained."""
     logits: "torch.Tensor"
-    """`[B, T, V]`: only when asked for (`return_logits=True`) or required by the loss; `[B, K]` from a model whose head
-    scores whole rows (`AutoModelForSequenceClassification`)."""
+    """`[B, T, V]`: only with `return_logits=True` or if the loss requires it; `[B, K]` from a model whose head scores
+    whole rows (`AutoModelForSequenceClassification`)."""
     entropies: "torch.Tensor"
     """float32 `[B, T]`: entropy of the next-token distribution at trained positions, 0 elsewhere."""
     uniform_logps: "torch.Tensor"
@@ -34,7 +34,7 @@ class ModelOutput(TypedDict, total=False):
     embeddings: "torch.Tensor"
     """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
     fused_loss_sum: "torch.Tensor"
-    """Scalar: the sum that a loss computed from hidden states and head (`Loss.fuse`), in place of `logps`."""
+    """Scalar: the sum that a loss computed from hidden states and head (`Loss.fuse`), instead of `logps`."""
     loss: Any
     """float: the loss of this call, divided by its own denominator."""
     loss_sum: float
@@ -42,17 +42,17 @@ class ModelOutput(TypedDict, total=False):
     num_tokens: float
     """The denominator of this call."""
     loss_metrics: Mapping[str, float]
-    """`LossOutput.metrics` of a micro-batch: what metrics see of them."""
+    """`LossOutput.metrics` of a micro-batch, for metrics."""
     aux_loss: "torch.Tensor"
     routed_experts: Any
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a loss returns: a sum and what to divide it by, additive over any split of the rows.
+    """The return value of a loss: a sum and its denominator, both additive over any split of the rows.
 
     Attributes:
-        loss_sum: scalar tensor with a gradient: the loss summed over whatever the loss counts.
+        loss_sum: scalar tensor with gradient: the loss summed over the units that the loss counts.
         denominator: how much was counted (tokens, rows, or a constant), a number without gradient. The training loop
             divides the sum of `loss_sum` by the sum of `denominator` over ranks, micro-batches and accumulation
             steps, once, at the step.

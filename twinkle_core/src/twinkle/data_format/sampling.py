@@ -1,4 +1,4 @@
-"""How to sample and what comes back."""
+"""Sampling parameters and results of sampling."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,32 +16,32 @@ _OURS_ALONE = (
 
 @dataclass
 class SamplingParams:
-    """How to draw tokens.
+    """Parameters of sampling.
 
     Attributes:
-        max_tokens: at most so many new tokens; 0 scores the prompt only; None leaves it to the sampler.
-        seed: makes the draw repeatable: same seed, same tokens, whatever else is in the batch. A list has one for each
-            sample, which is then what a request of its own with that seed would be.
-        stop: a string, several strings, or token ids, at which a sequence ends beside the model's own end tokens (the
-            match is not part of `decoded`); `[]` lets nothing end it but `max_tokens`.
+        max_tokens: maximum number of new tokens; 0 scores the prompt only; None leaves the limit to the sampler.
+        seed: the same seed gives the same tokens, independent of the rest of the batch. A list has one seed for each
+            sample; such a sample equals a separate request with that seed.
+        stop: a string, several strings, or token ids that end a sequence, in addition to the model's end tokens (the
+            match is not part of `decoded`). With `[]` only `max_tokens` ends a sequence.
         temperature: 0 is greedy.
-        top_k: draw among the k most probable; -1 means all.
-        top_p: draw among the fewest tokens whose probability reaches p.
-        repetition_penalty: > 1 makes tokens that occurred less likely (arXiv:1909.05858, section 4.1).
-        logprobs: number of log-probabilities a token; 1 gives the drawn token's own.
-        prompt_logprobs: the same for the prompt's tokens.
-        num_samples: sequences a prompt.
-        topk_logprobs: this many most probable tokens at the place of each new one, whether it is among them or not.
-        prompt_logprobs_last: score only so many tokens at the prompt's end, which lets the rest come from what is kept
-            of earlier prompts; None is all. Needs `prompt_logprobs`.
-        prompt_temperature: of the prompt's scores; None is `temperature`.
-        prompt_targets: token ids `[N, K]` to score in the prompt: row i at the place of token i + 1, -1 asks nothing; N
-            is at most the prompt's length (the last row is then the place of the first new token).
-        prompt_draws: this many draws, with replacement, at the place of each prompt token but the first, at
-            `temperature` and without top-k and top-p.
-        sampled_logprobs: also give each drawn token's log-probability in the distribution that it was drawn from, after
-            temperature, repetition penalty, top-k and top-p.
-        raw_logprobs: also give it in the model's own distribution, at temperature 1 and without any of these.
+        top_k: sample from the k most probable tokens; -1 means all.
+        top_p: sample from the smallest set of most probable tokens whose probability reaches p.
+        repetition_penalty: values > 1 make tokens that occurred less likely (arXiv:1909.05858, section 4.1).
+        logprobs: number of log-probabilities per token; 1 returns that of the sampled token.
+        prompt_logprobs: the same for the tokens of the prompt.
+        num_samples: number of sequences per prompt.
+        topk_logprobs: number of most probable tokens to return at the position of each new token.
+        prompt_logprobs_last: score only this many tokens at the end of the prompt, so that the rest can come from the
+            prefix cache; None scores all. Needs `prompt_logprobs`.
+        prompt_temperature: temperature of the prompt's scores; None means `temperature`.
+        prompt_targets: token ids `[N, K]` to score in the prompt: row i at the position of token i + 1; -1 scores
+            nothing. N is at most the length of the prompt (its last row is the position of the first new token).
+        prompt_draws: number of tokens to sample, with replacement, at the position of each prompt token except the
+            first, at `temperature`, without top-k and top-p.
+        sampled_logprobs: also return the log-probability of each sampled token in the distribution that it was sampled
+            from, after temperature, repetition penalty, top-k and top-p.
+        raw_logprobs: also return its log-probability at temperature 1 without penalty, top-k and top-p.
 
     Raises:
         ValueError: a value is outside its range.
@@ -98,7 +98,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "SamplingParams":
-        """Build from a mapping, which is left as it is; `max_new_tokens` is read as `max_tokens`.
+        """Build from a mapping, which is not changed; `max_new_tokens` is an alias of `max_tokens`.
 
         Raises:
             ArgumentError: a key is unknown; the message names the nearest one.
@@ -123,7 +123,7 @@ class SamplingParams:
 
     @property
     def endless(self) -> bool:
-        """Whether nothing ends a sequence but `max_tokens`: `stop` is an empty list."""
+        """Whether only `max_tokens` ends a sequence: `stop` is an empty list."""
         return self.stop is not None and not isinstance(self.stop, str) and len(self.stop) == 0
 
     def stop_strings(self) -> list[str]:
@@ -141,10 +141,10 @@ class SamplingParams:
         return [int(item) for item in self.stop if not isinstance(item, str)]
 
     def to_vllm(self, **kwargs: Any) -> Any:
-        """Return `vllm.SamplingParams`; keyword arguments are passed on and win over the fields here.
+        """Return `vllm.SamplingParams`; keyword arguments are passed on and override the fields.
 
         Raises:
-            Unsupported: a field is set that vLLM has nothing for.
+            Unsupported: vLLM has no equivalent of a field that is set.
         """
         defaults = {f.name: f.default for f in fields(self)}
         beyond = [name for name in _OURS_ALONE if getattr(self, name) != defaults[name]]
@@ -174,7 +174,7 @@ class SamplingParams:
         """Return keyword arguments of `transformers.GenerationMixin.generate` (the seed is not part of them).
 
         Args:
-            tokenizer: needed when `stop` has strings, since `generate` matches them on decoded text.
+            tokenizer: required if `stop` has strings, because `generate` matches them on decoded text.
         """
         values: dict[str, Any] = {
             "max_new_tokens": 2048 if self.max_tokens is None else self.max_tokens,
@@ -198,18 +198,18 @@ class SampledSequence:
     """One generated sequence.
 
     Attributes:
-        stop_reason: why it ended.
+        stop_reason: why the sequence ended.
         tokens: the new token ids, the stop token included.
-        logprobs: for each new token a list of (token id, log-probability), the drawn token first; at the temperature of
-            sampling, before repetition penalty, top-k and top-p: what a training forward computes.
+        logprobs: for each new token a list of (token id, log-probability), the sampled token first, at the temperature
+            of sampling, before repetition penalty, top-k and top-p: the same as a training forward computes.
         decoded: the new text, without special tokens and without the stop string.
         new_input_feature: prompt and completion as one row, ready for `model.forward_backward`.
         routed_experts: expert choices of mixture models, where recorded.
-        topk_logprobs: for each new token the most probable ones at its place, as (token id, log-probability), the best
-            first; None where none were asked for.
-        sampled_logprobs: of each new token, in the distribution that it was drawn from; 0 where it was the only choice.
-            None where they were not asked for.
-        raw_logprobs: of each new token, in the model's own distribution; None where they were not asked for.
+        topk_logprobs: for each new token the most probable tokens at its position, as (token id, log-probability), in
+            descending order; None if not requested.
+        sampled_logprobs: log-probability of each new token in the distribution that it was sampled from; 0 if it was
+            the only choice. None if not requested.
+        raw_logprobs: log-probability of each new token at temperature 1, without any filter; None if not requested.
     """
 
     stop_reason: StopReason
@@ -229,13 +229,14 @@ class SampleResponse:
 
     Attributes:
         sequences: `num_samples` of them.
-        prompt_token_ids: the prompt as it was fed.
-        prompt_logprobs: log-probability of each prompt token given those before it; None for the first, and for those
-            that were not to be scored.
-        topk_prompt_logprobs: the same with the k most probable tokens, as (token id, log-probability).
-        prompt_target_logprobs: log-probabilities of `prompt_targets`, None where nothing was asked.
-        prompt_draws: at the place of each prompt token but the first what was drawn, as (token id, log-probability).
-        cached_tokens: how many of the prompt's tokens were known of other prompts and not read again.
+        prompt_token_ids: token ids of the prompt.
+        prompt_logprobs: log-probability of each prompt token given those before it; None for the first token, and for
+            tokens that were not scored.
+        topk_prompt_logprobs: the k most probable tokens at each prompt position, as (token id, log-probability).
+        prompt_target_logprobs: log-probabilities of `prompt_targets`; None for targets of -1.
+        prompt_draws: tokens sampled at the position of each prompt token except the first, as (token id,
+            log-probability).
+        cached_tokens: number of prompt tokens that came from the prefix cache.
     """
 
     sequences: Sequence[SampledSequence]

@@ -1,4 +1,4 @@
-"""The contract of a data loader: what a training loop asks of it."""
+"""The contract of a data loader."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class DataLoaderLike(Protocol):
-    """Batches of rows for this data rank, in an order that can be continued."""
+    """Batches of rows for this data rank, in an order that can be resumed."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch."""
@@ -15,7 +15,7 @@ class DataLoaderLike(Protocol):
         """Return the number of batches of a whole epoch."""
 
     def get_state(self) -> dict[str, int]:
-        """Return what `resume_from_checkpoint` needs: `{"consumed_train_samples": rows over all data ranks}`."""
+        """Return the state for `resume_from_checkpoint`: `{"consumed_train_samples": rows over all data ranks}`."""
 
     def resume_from_checkpoint(self, consumed_train_samples: int, **kwargs: Any) -> None:
-        """Continue behind the rows consumed so far."""
+        """Continue after the rows that were consumed."""

@@ -1,4 +1,4 @@
-"""Where a data set comes from, in one small record that can be compared, pickled and sent."""
+"""The source of a data set, as a small record that can be compared and pickled."""
 
 import hashlib
 import re
@@ -14,21 +14,21 @@ _DIGEST = re.compile(r":data#\w+$")
 
 @dataclass
 class DatasetMeta:
-    """Names a data set and the part of it that is wanted.
+    """Names a data set and the part of it to use.
 
     Attributes:
         dataset_id: a local file (jsonl, json, csv, parquet, arrow, feather, txt), a folder of such files, or one
-            that `save_to_disk` of `datasets` wrote; or a reference
-            `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`); or `org/name`, which no
-            path has, of the hub that `TWINKLE_DEFAULT_HUB` names. With `data` it is only a name.
+            that `save_to_disk` of `datasets` wrote; or a reference `scheme://...` of a hub
+            (`builtin://self-cognition`, `hf://org/name`); or `org/name` of the hub that `TWINKLE_DEFAULT_HUB` names, if
+            there is no such path. With `data` it is only a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
-        split: `train`, `test`, ...; in a local folder, the folder or the word in a file's name that says so.
-        data_slice: a count, which means the first rows; or the indices of the rows wanted, in this order: a range, a
-            slice, a list or any other iterable of ints.
-            An index i beyond the n rows of the set means row i mod n, so `range(500)` of 200 rows repeats rows.
-        data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset` or `DatasetDict`, a
-            `pyarrow.Table`, or a function without arguments that returns one of these. For `IterableDataset` also
-            anything that can be iterated again and again, and a function that returns an iterator.
+        split: `train`, `test`, ...; in a local folder, the name of a subfolder or a word in a file's name.
+        data_slice: number of first rows, or the indices of the rows in order: a range, a slice, a list or another
+            iterable of ints. An index i >= n, the number of rows, means row i mod n, so `range(500)` of 200 rows
+            repeats rows.
+        data: rows in memory: a list of dicts, a dict of columns, a `datasets.Dataset` or `DatasetDict`, a
+            `pyarrow.Table`, or a function without arguments that returns one of these. `IterableDataset` also accepts
+            an object that can be iterated repeatedly, and a function that returns an iterator.
     """
 
     dataset_id: str = ""
@@ -38,7 +38,7 @@ class DatasetMeta:
     data: Any = None
 
     def __post_init__(self) -> None:
-        """Keep the indices of an iterator, which could be read only once; refuse what names no data set."""
+        """Store the indices of an iterator, which can be read only once; check `dataset_id`."""
         given: object = self.dataset_id
         if not isinstance(given, str | PathLike):
             raise ArgumentError(
@@ -58,7 +58,7 @@ class DatasetMeta:
 
 
 def readable(name: str) -> str:
-    """Return what `get_id` of a record says, for people: without a digest of its rows and what is so by default."""
+    """Return `get_id` of a record in a readable form, without digest of rows and without defaults."""
     text = _DIGEST.sub("", name).replace(":default:train", "", 1)
     return f"in memory{text}" if text[:1] in ("", ":") else text
 

@@ -1,4 +1,4 @@
-"""The contract of a hub: what stands behind `scheme://`."""
+"""The contract of a hub, which resolves references `scheme://...`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ RepoType = Literal["model", "dataset"]
 
 
 class Hub(ABC):
-    """Resolves references `scheme://...`; the component's name is its scheme. A hub overrides what it offers.
+    """Resolves references `scheme://...`; the component's name is the scheme. Subclasses override what they support.
 
-    A reference is `scheme://owner/name`, or `scheme://owner/name@revision` with a branch, a tag or a commit. Where a
-    token is taken, None means the one of the usual place (a variable or a login); no token is ever printed.
+    A reference is `scheme://owner/name`, or `scheme://owner/name@revision` with a branch, a tag or a commit. A token
+    that is None is read from the hub's environment variable or login. Tokens are never printed.
 
-    All methods raise `HubError` when the hub cannot be reached, refuses, or lacks what was asked.
+    All methods raise `HubError` if the hub cannot be reached, refuses, or does not have the object.
     """
 
     @abstractmethod
     def download_model(self, reference: str, **kwargs: Any) -> Path:
-        """Return a local folder (or a GGUF file) with the model's files, fetched if need be."""
+        """Return a local folder (or a GGUF file) with the model's files; download them if necessary."""
 
     @abstractmethod
     def load_dataset(self, reference: str, subset_name: str = "default", split: str = "train", **kwargs: Any) -> Any:
@@ -36,21 +36,21 @@ class Hub(ABC):
         revision: str | None = None,
         token: str | None = None,
     ) -> Path:
-        """Return the local folder of a repository with those of its files that match, fetched if need be.
+        """Return a local folder with the matching files of a repository; download them if necessary.
 
         Args:
             reference: the repository.
             allow_patterns: a path, or patterns such as `*.json`; None for all files.
-            repo_type: of the repository.
+            repo_type: type of the repository.
             revision: a branch, tag or commit, unless the reference names one.
-            token: for a private repository.
+            token: token for a private repository.
         """
         raise Unsupported(f"{reference}: this hub does not give out single files")
 
     def create_repo(
         self, reference: str, *, repo_type: RepoType = "model", private: bool = True, token: str | None = None
     ) -> str:
-        """Make a repository unless there is one, and return its address for people."""
+        """Create a repository if it does not exist, and return its web address."""
         raise Unsupported(f"{reference}: nothing can be written to this hub")
 
     def push(
@@ -67,33 +67,33 @@ class Hub(ABC):
         ignore_patterns: Sequence[str] = (),
         token: str | None = None,
     ) -> str:
-        """Write a folder's files into a repository, as one commit, and return its address for people.
+        """Upload the files of a folder to a repository in one commit, and return the repository's web address.
 
         Args:
-            reference: the repository; made if there is none.
-            folder: what to write; files of the repository that are not in it stay.
-            path_in_repo: the folder of the repository to write into; empty for its root.
-            message: the first line of the commit.
-            description: more about the commit.
-            repo_type: of the repository.
-            private: make a new repository private; one that exists stays as it is.
+            reference: the repository; created if it does not exist.
+            folder: the folder to upload; other files of the repository are kept.
+            path_in_repo: target folder in the repository; empty for its root.
+            message: first line of the commit message.
+            description: rest of the commit message.
+            repo_type: type of the repository.
+            private: create a new repository as private; an existing one is not changed.
             revision: the branch to commit to, unless the reference names one.
             ignore_patterns: files to leave out.
-            token: one that may write.
+            token: token with write access.
         """
         raise Unsupported(f"{reference}: nothing can be written to this hub")
 
     def log_in(self, token: str | None = None) -> str | None:
-        """Return the user's name that a token belongs to, or None if there is no token or it is unknown."""
+        """Return the name of the user to whom a token belongs, or None if there is no token or it is unknown."""
         raise Unsupported(f"{type(self).__name__} knows no users")
 
     def commit_of(self, repo: str, revision: str | None = None, *, token: str | None = None) -> tuple[str, str]:
-        """Return the present name of a repository, after redirects, and the whole commit that a revision means now.
+        """Return the current name of a repository, after redirects, and the full commit id of a revision.
 
         Args:
             repo: `owner/name`, or a path where the hub is a folder.
-            revision: a branch, a tag or a commit; None for the branch that a repository begins with.
-            token: for a private repository.
+            revision: a branch, a tag or a commit; None for the default branch.
+            token: token for a private repository.
         """
         raise Unsupported(f"{repo}: this hub carries models and data, not components")
 
@@ -103,10 +103,10 @@ class Hub(ABC):
         Args:
             repo: as `commit_of` returned it.
             commit: as `commit_of` returned it.
-            target: the folder. It is empty again when this raises.
-            token: for a private repository.
+            target: the folder. It is emptied again if this method raises.
+            token: token for a private repository.
 
         Raises:
-            HubError: also when a path leads outside the folder, or there are more than 2,000 files or 64 MiB.
+            HubError: a path leads outside of the folder, or there are more than 2,000 files or 64 MiB.
         """
         raise Unsupported(f"{repo}: this hub carries models and data, not components")

@@ -1,7 +1,7 @@
-"""A cheap fingerprint of a model folder, by which a base model that was replaced is noticed before it is trained on.
+"""A cheap fingerprint of a model folder, which detects that the base model of a run was replaced.
 
-It covers the configuration, and of each weight file the name, the size, the header and blocks spread over it; a change
-of a few bytes between the blocks is not noticed. A folder of 100 GB takes some milliseconds per file.
+It covers the configuration, and the name, size, header and some blocks of each weight file; a change of a few bytes
+between these blocks is not detected. The cost is some milliseconds per file, also for a folder of 100 GB.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ _ENDINGS: Final = (".safetensors", ".bin", ".gguf")
 _BLOCK: Final = 4096
 _BLOCKS: Final = 64
 _WHOLE: Final = 4 * 2**20
-"""Files up to this size are read whole."""
+"""Files up to this size are read completely."""
 _HEADER: Final = 16 * 2**20
 _SNAPSHOT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Return the fingerprint of a model folder: 32 hexadecimal digits, the same wherever a copy of the folder is.
+    """Return the fingerprint of a model folder: 32 hexadecimal digits that do not depend on the folder's path.
 
     Args:
-        folder: with `config.json` and weight files directly in it.
+        folder: a folder with `config.json` and weight files directly in it.
 
     Raises:
         ModelLoadError: one of these files cannot be read, or is not a regular file.
@@ -48,13 +48,13 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def commit_of(folder: str | Path) -> str:
-    """Return the commit that a hub's cache folder is of (`snapshots/<commit>`); "" for other folders."""
+    """Return the commit of a hub's cache folder (`snapshots/<commit>`); "" for other folders."""
     path = Path(folder)
     return path.name if path.parent.name == "snapshots" and _SNAPSHOT.fullmatch(path.name) else ""
 
 
 def _sampled(file: FileIO, size: int) -> bytes:
-    """Return the SHA-256 of a small file, or of a large one's header and of blocks that are spread over it."""
+    """Return the SHA-256 of a small file, or of the header and some blocks of a large one."""
     digest = hashlib.sha256()
     if size <= _WHOLE:
         spans = [(0, size)]

@@ -1,4 +1,4 @@
-"""From a model id to a folder on this machine: paths, aliases, GGUF files and `scheme://` references."""
+"""Resolves a model id to a local folder: paths, aliases, GGUF files and `scheme://` references."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _SHIPPED = ("hf", "ms", "file")
 
 
 def open_hub(reference: str) -> Hub:
-    """Return the hub that answers for `reference`, chosen by its scheme.
+    """Return the hub that resolves `reference`, by its scheme.
 
     Args:
         reference: `scheme://...`.
@@ -50,20 +50,20 @@ def open_hub(reference: str) -> Hub:
 
 
 def local_model(model_id: str | Path, **kwargs: Any) -> Path:
-    """Return the local Hugging Face folder of a model, fetched or converted if need be.
+    """Return the local Hugging Face folder of a model; download or convert it if necessary.
 
     Args:
-        model_id: a folder with a config.json; a `.gguf` file, or a folder that holds just one (converted once to
-            bfloat16 safetensors and kept in the cache); a reference `scheme://...`, fetched by its hub; an id
-            `owner/name`, which no path has, of the hub that `TWINKLE_DEFAULT_HUB` names; or an id that the JSON map in
+        model_id: a folder with a config.json; a `.gguf` file, or a folder with exactly one (converted once to bfloat16
+            safetensors and cached); a reference `scheme://...`; an id `owner/name` of the hub that
+            `TWINKLE_DEFAULT_HUB` names, if there is no such path; or an id that the JSON map in
             `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
-        **kwargs: for the hub, such as `revision`.
+        **kwargs: arguments of the hub, such as `revision`.
 
     Raises:
-        ModelLoadError: nothing is there, or what is there is not a model.
+        ModelLoadError: the path does not exist or is not a model.
         HubError: the hub cannot be reached, refuses, or has no such repository.
         ComponentNotFound: no plugin offers the scheme.
-        ArgumentError: keyword arguments for a model that needs no hub, or that the hub does not take.
+        ArgumentError: the hub does not take a keyword argument, or the model is local.
         SettingsError: `TWINKLE_MODEL_ID_ALIASES` is not a JSON map of texts.
     """
     asked = str(model_id)
@@ -84,11 +84,11 @@ def local_model(model_id: str | Path, **kwargs: Any) -> Path:
 
 
 def local_folder(place: str | Path, **kwargs: Any) -> Path:
-    """Return the local folder of a checkpoint or an adapter: a path as it is, or what a hub has under an id.
+    """Return the local folder of a checkpoint or an adapter; a reference or an id is downloaded from its hub.
 
     Args:
-        place: a path; `scheme://...`; or `owner/name` at the default hub, where no folder `owner` is here.
-        **kwargs: for the hub, such as `token`; a path takes and needs none.
+        place: a path; `scheme://...`; or `owner/name` of the default hub, if there is no local folder `owner`.
+        **kwargs: arguments of the hub, such as `token`; ignored for a path.
 
     Raises:
         HubError: the hub cannot be reached, refuses, or has no such repository.
@@ -110,19 +110,19 @@ def scheme_of(text: str) -> str | None:
 
 
 def default_hub() -> str:
-    """Return the hub of ids without a prefix: what `TWINKLE_DEFAULT_HUB` says, or `ms`."""
+    """Return the hub of ids without a scheme: the value of `TWINKLE_DEFAULT_HUB`, or `ms`."""
     return os.environ.get(DEFAULT_HUB, "").strip().lower().removesuffix("://") or "ms"
 
 
 def reference_of(text: str) -> str | None:
-    """Return the `scheme://...` that a text means: itself, or `owner/name` at the default hub; None for a path."""
+    """Return a text as a reference `scheme://...`; `owner/name` is of the default hub. None for a path."""
     if scheme_of(text):
         return text
     return f"{default_hub()}://{text}" if _ID.fullmatch(text) else None
 
 
 def alias_of(asked: str) -> str:
-    """Return what `TWINKLE_MODEL_ID_ALIASES` has for an id, with its prefix or without; else the id.
+    """Return the alias that `TWINKLE_MODEL_ID_ALIASES` defines for an id, with or without scheme; else the id.
 
     Raises:
         SettingsError: the variable is not a JSON map of texts.
@@ -133,7 +133,7 @@ def alias_of(asked: str) -> str:
 
 @contextmanager
 def about_missing_path(place: str) -> Iterator[None]:
-    """Let what goes wrong at the default hub say too that no path has this name, where a path may have been meant."""
+    """Add to errors of the default hub that no local path has this name, because a path may have been meant."""
     try:
         yield
     except (HubError, ComponentNotFound, RequirementMissing) as error:

@@ -1,4 +1,4 @@
-"""Keeps transformers from talking to the user's terminal while we load and save with it."""
+"""Silences transformers while Twinkle loads and saves with it."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' progress bars, load reports and warnings; errors still raise."""
+    """Suppress transformers' progress bars, load reports and warnings; errors still raise."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

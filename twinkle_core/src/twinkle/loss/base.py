@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadProduct:
-    """The product that a forward has not made yet, for a loss that makes it itself.
+    """The inputs of the output projection, for a loss that computes the projection itself.
 
     Attributes:
         hidden: `[N, H]` last hidden states of the positions to train, in the dtype of the product, with graph.
         targets: int64 `[N]`, each in `[0, V)`.
-        weight: `[V, H]` of the head.
+        weight: `[V, H]`, weight of the output projection.
         bias: `[V]` or None.
-        softcap: c in `c * tanh(z / c)`, what the model does to its logits; None is nothing.
-        loss_scale: float32 `[N]` on the CPU, weights of the positions, none of them 0; None is 1 everywhere.
-        predictions: whether the most probable tokens are wanted.
+        softcap: c, if the model computes its logits as `c * tanh(z / c)`; None for no soft cap.
+        loss_scale: float32 `[N]` on the CPU, weights of the positions, all > 0; None means 1 everywhere.
+        predictions: whether to return the most probable tokens.
     """
 
     hidden: "Tensor"
@@ -36,11 +36,11 @@ class HeadProduct:
 
 @dataclass(frozen=True, slots=True)
 class FusedLoss:
-    """What a loss made of a `HeadProduct`.
+    """The result of a loss for a `HeadProduct`.
 
     Attributes:
         loss_sum: scalar with gradient: the loss summed over the positions.
-        predictions: int64 `[N]`, the most probable tokens, if they were wanted.
+        predictions: int64 `[N]`, the most probable tokens, if requested.
     """
 
     loss_sum: "Tensor"
@@ -50,32 +50,31 @@ class FusedLoss:
 class Loss(ABC):
     """Turns a model's outputs into a sum and its denominator.
 
-    A loss never shifts labels (`labels[i]` is already the target of position `i`), never divides, and never looks
-    across rows that a caller may split: for any split of the rows the parts' `loss_sum` and `denominator` must add up
-    to the whole's (a loss of pairs says `rows_together = 2`, and no split cuts a pair). Anything callable with this
-    signature may stand in for a subclass.
+    A loss does not shift labels (`labels[i]` is already the target of position `i`) and does not divide. For any split
+    of the rows, `loss_sum` and `denominator` of the parts must add up to those of the whole. A loss of pairs sets
+    `rows_together = 2`; then no split separates a pair. Any callable with this signature can be used as a loss.
 
-    Class attributes say what the forward must prepare in `outputs`: `logps` (cheap, the default), `entropies`,
-    `uniform_logps`, or whole `logits` (`[B, T, V]`, dear).
+    Class attributes state what the forward must compute for `outputs`: `logps` (cheap, the default), `entropies`,
+    `uniform_logps`, or whole `logits` (`[B, T, V]`, expensive).
     """
 
     require_logps: bool = True
     require_entropy: bool = False
     require_uniform_logps: bool = False
-    """Wants `uniform_logps`: the mean over the vocabulary of the log-probabilities, for smoothed targets."""
+    """Requires `uniform_logps`: the mean over the vocabulary of the log-probabilities, for smoothed targets."""
     require_logits: bool = False
     chunk_tokens: int | None = None
-    """Positions whose logits exist at one time in the head; None leaves it to the head."""
+    """Number of positions whose logits are in memory at one time; None leaves it to the head."""
     skips_weight_zero: bool = False
     """Each term is a multiple of `loss_scale`: in training, positions of weight 0 need not be scored."""
     splittable: bool = True
-    """False when the loss compares rows with each other, so that a batch must come in one piece."""
+    """False if the loss compares rows with each other, so that a batch must not be split."""
     row_inputs: tuple[str, ...] = ()
-    """Its own arguments that have one entry a row, beside the usual ones (`advantages`, `old_logps`, ...)."""
+    """Further arguments with one entry per row, beside the usual ones (`advantages`, `old_logps`, ...)."""
     rows_together: int = 1
     """Consecutive rows that must stay in one micro-batch, from the first row on; 2 for pairs."""
     group_inputs: tuple[str, ...] = ()
-    """Its own arguments that have one entry for each `rows_together` rows."""
+    """Further arguments with one entry for each group of `rows_together` rows."""
 
     @abstractmethod
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
@@ -83,27 +82,27 @@ class Loss(ABC):
 
         Args:
             inputs: collated batch; `labels` is int64 `[B, T]`, -100 where nothing is trained.
-            outputs: `logps` float32 `[B, T]` and whatever the class attributes ask for.
+            outputs: `logps` float32 `[B, T]` and the outputs that the class attributes request.
             **kwargs: per-row arguments of the call (`advantages`, `old_logps`, ...), cut to these rows.
         """
 
     def fuse(self, product: HeadProduct) -> FusedLoss | None:
-        """Compute the loss from hidden states and head with a kernel of its own; None leaves it to the head.
+        """Compute the loss from hidden states and output projection, such as with a fused kernel; None declines.
 
-        The forward of a training pass asks this where the head is a plain product and nothing but predictions is
-        wanted beside the loss. The sum then comes to `__call__` as `outputs["fused_loss_sum"]`, without `logps`.
+        A training forward calls this if the head is a plain matrix product and no outputs other than predictions are
+        requested. `__call__` then gets the sum as `outputs["fused_loss_sum"]`, without `logps`.
         """
         return None
 
     def start(
         self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any
     ) -> Callable[[], LossOutput | Mapping[str, Any]] | None:
-        """Begin to compute the loss in another process; None computes it in `__call__`.
+        """Start to compute the loss in another process; None computes it in `__call__`.
 
-        Where the rows of several losses share a pass, every loss is started before the result of one is awaited. The
+        If the rows of several losses share a pass, all losses are started before the first result is awaited. The
         arguments are those of `__call__`.
 
         Returns:
-            a function that waits for the result and returns what `__call__` would, or raises its error.
+            A function that waits for the result of `__call__` and returns it, or raises its error.
         """
         return None

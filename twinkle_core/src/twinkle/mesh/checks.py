@@ -1,4 +1,4 @@
-"""The small arithmetic of meshes, and the words in which its errors show it."""
+"""Checks of the sizes of a mesh, and the arithmetic in their errors."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,7 +33,7 @@ def product(sizes: Mapping[str, int], total: int) -> str:
 
 
 def mismatch(sizes: Mapping[str, int], total: int, world_size: int) -> str:
-    """Say why sizes do not fit `world_size`, and what would."""
+    """Return a message that says why the sizes do not fit `world_size`, and which sizes would."""
     others = total // sizes["dp"]
     fix = "leave world_size out to have it computed"
     if world_size % others == 0:

@@ -11,11 +11,11 @@ class DeviceGroup:
     """A named set of devices that components are placed on.
 
     Args:
-        name: what `remote_group=` calls it.
-        ranks: the ranks it takes, or how many (then a runtime hands out the next free ones).
-        device_type: GPU, CUDA (the same), NPU, CPU or MPS, in any case; kept in capitals, CUDA as GPU.
+        name: name of the group, as `remote_group=` gives it.
+        ranks: the ranks of the group, or their number (the runtime then assigns the next free ranks).
+        device_type: GPU, CUDA (the same), NPU, CPU or MPS, in any case; stored in capitals, CUDA as GPU.
         gpus_per_worker: devices that one worker process sees.
-        visible_devices: indices of the machine's devices that may be used, where not all may.
+        visible_devices: indices of the machine's devices that the group may use; None means all.
 
     Raises:
         MeshError: ranks repeat or are negative, or the device type is unknown.
@@ -48,5 +48,5 @@ class DeviceGroup:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks of the group."""
         return self.ranks if isinstance(self.ranks, int) else len(self.ranks)

@@ -1,4 +1,4 @@
-"""The device mesh: ranks in a grid, and everything that follows from a rank's place in it."""
+"""The device mesh: a grid of ranks, and what follows from the position of a rank in it."""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DeviceMesh:
-    """Ranks in a grid with one named axis for each parallel dimension.
+    """A grid of ranks with one named axis for each parallel dimension.
 
-    A dimension that the mesh does not have counts as one of size 1. Expert dimensions (`ep`, `etp`, `ep_fsdp`) are not
-    axes: they divide the ranks of one pipeline stage anew. `ulysses` is not an axis either: that many neighbouring data
-    ranks share one part of the batch and split its sequences.
+    A dimension that the mesh does not have counts as size 1. Expert dimensions (`ep`, `etp`, `ep_fsdp`) are not axes:
+    they divide the ranks of one pipeline stage independently of the axes. `ulysses` is not an axis either:
+    `ulysses_size` neighbouring data ranks share one part of the batch and split its sequences.
 
     Args:
         mesh: int array of distinct ranks, one axis a dimension.
@@ -30,7 +30,7 @@ class DeviceMesh:
         vpp_size: virtual pipeline stages on each rank.
         ulysses_size: ranks that share a sequence.
         sequence_parallel: whether tensor-parallel ranks also divide the sequence between layers (Megatron).
-        device_type: `cuda`, `cpu`, ...; None means the device that is there.
+        device_type: `cuda`, `cpu`, ...; None means the device of this machine.
 
     Raises:
         MeshError: axes and names do not fit, or sizes do not divide; the message shows the arithmetic.
@@ -136,12 +136,12 @@ class DeviceMesh:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is one rank only."""
+        """Whether there is only one rank."""
         return self.world_size == 1
 
     @property
     def order(self) -> str:
-        """The order of dimensions in Megatron's words, inner to outer."""
+        """The order of dimensions in Megatron's names, inner to outer."""
         return "tp-cp-ep-dp-pp"
 
     def has_dim(self, dim_name: str) -> bool:
@@ -325,13 +325,13 @@ class DeviceMesh:
         return new_group(self.get_rank_groups(dims), _own_rank())
 
     def get_dim_group(self, dims: str | Sequence[str]) -> Any:
-        """Return this process's group along `dims`, made by the first call and kept."""
+        """Return this process's group along `dims`; the first call creates it."""
         names = self._dims(dims)
         if names not in self._groups:
             self._groups[names] = self.create_process_group(names)
         return self._groups[names]
 
-    # The rest
+    # Text and pickling
 
     def __str__(self) -> str:
         """Return the arithmetic: `fsdp 4 x dp 2 = 8`."""

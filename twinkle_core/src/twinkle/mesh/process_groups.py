@@ -1,4 +1,4 @@
-"""What of a mesh needs `torch.distributed`: process groups, and torch's own mesh."""
+"""The parts of a mesh that need `torch.distributed`: process groups, and torch's own mesh."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,13 @@ def torch_device_mesh(mesh: "DeviceMesh") -> Any:
 
 
 def new_group(groups: list[list[int]], rank: int) -> Any:
-    """Make a process group for each set of ranks, and return the one that `rank` is in."""
+    """Create a process group for each set of ranks, and return the one that contains `rank`."""
     _require_initialized("create_process_group()")
     import torch.distributed as dist
 
     own = None
     for ranks in groups:
-        # Collective: each process takes part in making every group, also those it is not in.
+        # Collective: every process must take part in creating every group, also groups that it is not in.
         group = dist.new_group(ranks=ranks)
         own = group if rank in ranks else own
     return own

@@ -1,4 +1,4 @@
-"""The ranks that train one model: what they tell each other, and how they notice that one went another way."""
+"""The ranks that train one model: exchanges between them, and detection of ranks that make different calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The data ranks of a model; alone, every method is a plain call.
+    """The data ranks of a model; with one rank, every method is a plain call.
 
     Each exchange begins with the name of the call that makes it. Ranks that are at different calls get a `RankError`
-    which says who is where, instead of waiting for each other without end or mixing up their numbers.
+    that names the call of each rank, instead of waiting forever or mixing up their numbers.
 
     Attributes:
         size: number of ranks.
@@ -39,8 +39,8 @@ class Ranks:
         """Return the ranks of a mesh whose dimensions are `dp` and `fsdp`; collective.
 
         Raises:
-            MeshError: several processes run, but no mesh says how they belong together, or it is without this one.
-            Unsupported: the mesh divides the model in other ways.
+            MeshError: several processes run without a mesh, or the mesh does not contain this process.
+            Unsupported: the mesh has other dimensions.
         """
         import torch.distributed as dist
 
@@ -58,7 +58,7 @@ class Ranks:
                 )
             if world == 1 or not dist.is_initialized():
                 return cls()
-            own = group_of([dist.get_rank()])  # to a loss or metric no group would be the world
+            own = group_of([dist.get_rank()])  # a loss or metric would take None for the world
             return cls(1, 0, own, own)
         for name in ("tp", "pp", "cp"):
             if mesh.get_dim_size(name) > 1:
@@ -75,26 +75,26 @@ class Ranks:
         whole = mesh.world_size == world
         group = dist.group.WORLD if whole else group_of(mesh.mesh.ravel().tolist())
         control = group
-        if "cpu:gloo" not in dist.get_backend_config(group):  # a script made its process group itself, for GPUs alone
+        if "cpu:gloo" not in dist.get_backend_config(group):  # the script created its process group for GPUs only
             control = group_of(mesh.mesh.ravel().tolist(), backend="gloo")
         return cls(mesh.data_world_size, dist.get_rank(control), group, control)
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank only."""
+        """Whether there is only one rank."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes what all share."""
+        """Whether this rank writes shared files."""
         return self.index == 0
 
     def agree(self, what: str, *numbers: float) -> "Tensor":
-        """Tell all ranks where this one is, and some numbers.
+        """Exchange the name of a call, and some numbers, with all ranks.
 
         Args:
-            what: the call, in words; the first 160 bytes are compared.
-            numbers: up to what a caller needs, the same count on every rank.
+            what: description of the call; its first 160 bytes are compared.
+            numbers: any numbers; the same count on every rank.
 
         Returns:
             float64 `[size, len(numbers)]`: the numbers of all ranks.
@@ -110,7 +110,7 @@ class Ranks:
             return own[None]
         text = what.encode()[:_TEXT].ljust(_TEXT, b"\0")
         sent = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), own.view(torch.uint8)])
-        # One length for every call: ranks at different calls must still understand each other.
+        # The length is the same for every call, so that ranks at different calls can still read each other's message.
         sent = torch.nn.functional.pad(sent, (0, _TEXT + 64 - sent.numel()))
         rows = [torch.empty_like(sent) for _ in range(self.size)]
         self._exchange(what, lambda: dist.all_gather(rows, sent, group=self.control))
@@ -132,7 +132,7 @@ class Ranks:
         return values
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
-        """Run `function` on the first rank; all get its result, or an error if it raised there."""
+        """Run `function` on the first rank and return its result on all; if it raises there, all ranks raise."""
         if self.alone:
             return function()
         result: Any = None
@@ -151,7 +151,7 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def together(self, what: str, function: Callable[[], T]) -> T:
-        """Run `function` on every rank; if it raises on one, every rank raises, and nothing that follows is begun."""
+        """Run `function` on every rank; if it raises on one rank, all ranks raise before they go on."""
         result: Any = None
         error: BaseException | None = None
         try:
@@ -177,7 +177,7 @@ class Ranks:
 
 
 def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """Make a process group that its members alone make: other ranks may be at work on something else.
+    """Create a process group by a call of its members only; other ranks need not take part.
 
     Args:
         ranks: the members, in any order; in the group they are in ascending order.
@@ -189,7 +189,7 @@ def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
 
 
 def _short(error: Exception) -> str:
-    """Return a backend's complaint without the place in its source and its advice."""
+    """Return a backend's error message without the source location and the advice in it."""
     return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 

@@ -8,15 +8,15 @@ from twinkle.data_format import InputBatch, ModelOutput
 
 
 class Metric(ABC):
-    """Accumulates over calls, then gives numbers and starts afresh.
+    """Accumulates values over calls, then returns numbers and resets.
 
-    Values are plain Python numbers of the step they name; nothing is formatted. `accumulate` is called once for each
-    backward (training) or `calculate_loss` (evaluation) with the state of that very call. `outputs` never holds whole
-    logits; what a metric needs from them it asks for by a class attribute.
+    Values are plain Python numbers, not formatted. `accumulate` is called once for each backward (training) or
+    `calculate_loss` (evaluation), with the inputs and outputs of that call. `outputs` never contains whole logits; a
+    class attribute requests what a metric needs from them.
 
     Args:
         device_mesh: the mesh of the model; None on one device.
-        process_group: the data-parallel group over which `gather_results` gathers; None on one device.
+        process_group: the data-parallel group for `gather_results`; None on one device.
     """
 
     require_predictions: bool = False
@@ -28,11 +28,11 @@ class Metric(ABC):
 
     @abstractmethod
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Take in one call.
+        """Add the values of one call.
 
         Args:
             inputs: the collated batch, `labels` int64 `[B, T]`.
-            outputs: what the forward and the loss gave (`loss`, `loss_sum`, `num_tokens`, `logps`, ...).
+            outputs: outputs of the forward and of the loss (`loss`, `loss_sum`, `num_tokens`, `logps`, ...).
             **kwargs: `lr`, `step`, `gradient_accumulation_steps`, `grad_norm` and the per-row loss arguments.
         """
 
@@ -42,7 +42,7 @@ class Metric(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything accumulated."""
+        """Clear the accumulated values."""
 
     def gather_results(self, local_results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the results of every rank of `process_group`, in rank order."""

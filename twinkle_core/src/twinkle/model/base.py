@@ -14,12 +14,12 @@ Inputs = InputFeature | Trajectory | Sequence[InputFeature | Trajectory]
 
 
 class TwinkleModel(ABC):
-    """A model with its adapters, each with an optimizer, scheduler, loss, template, processor and metrics of its own.
+    """A model with adapters, each with its own optimizer, scheduler, loss, template, processor and metrics.
 
-    Every method takes `adapter_name=`; left out, it is the adapter added last (or the full model, whose name is `""`).
-    An unknown keyword is an error. With `gradient_accumulation_steps=k` the methods `clip_grad_norm`, `step`,
-    `zero_grad` and `lr_step` act at backward k, 2k, 3k, ... and return at once in between; `flush=True` makes them act
-    on an unfinished tail. Gradients are divided once, at the step, by the denominators that the losses returned over
+    Every method takes `adapter_name=`; the default is the adapter that was added last (or the full model, whose name is
+    `""`). An unknown keyword is an error. With `gradient_accumulation_steps=k` the methods `clip_grad_norm`, `step`,
+    `zero_grad` and `lr_step` act at backward k, 2k, 3k, ... and do nothing in between; with `flush=True` they also act
+    on an incomplete accumulation. Gradients are divided once, at the step, by the sum of the losses' denominators over
     all ranks, micro-batches and accumulation steps, whether or not they are clipped.
 
     Attributes:
@@ -58,7 +58,7 @@ class TwinkleModel(ABC):
 
     @abstractmethod
     def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients and their denominators."""
+        """Clear the gradients and their denominators."""
 
     @abstractmethod
     def lr_step(self, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class TwinkleModel(ABC):
 
     @abstractmethod
     def calculate_metric(self, is_training: bool, **kwargs: Any) -> Mapping[str, float]:
-        """Return the numbers of all metrics since the last call, and start afresh."""
+        """Return the numbers of all metrics since the last call, and reset the metrics."""
 
     @abstractmethod
     def add_adapter_to_model(self, adapter_name: str, config_or_dir: Any, **kwargs: Any) -> None:
@@ -132,20 +132,20 @@ class TwinkleModel(ABC):
     def upload_to_hub(
         self, checkpoint_dir: str | Path, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
     ) -> "Upload | str | None":
-        """Upload a saved checkpoint; a repository that is made for it is private. Of several ranks the first does it.
+        """Upload a saved checkpoint from the first rank. If the repository does not exist, it is created as private.
 
         Args:
-            checkpoint_dir: what `save` returned. It is uploaded as it is now, whatever replaces it later.
+            checkpoint_dir: the folder that `save` returned. Its present files are uploaded, whatever changes later.
             hub_model_id: `hf://owner/name`, `ms://owner/name`, or `owner/name` at the default hub.
-            hub_token: one that may write; by default that of the usual place.
-            async_upload: return at once; the upload goes on in the background.
+            hub_token: token with write access; by default from the hub's variable or login.
+            async_upload: return at once and upload in the background.
 
         Returns:
-            the `Upload`, which can be awaited and reports failure; the repository's address where `async_upload` is
-            false; None on other ranks.
+            The `Upload`, which can be awaited and reports failure; with `async_upload=False` the repository's address;
+            None on other ranks.
 
         Raises:
-            HubError: there is no such folder, or (at once, or from the `Upload`) the hub refuses.
+            HubError: the folder does not exist, or (at once, or from the `Upload`) the hub refuses.
         """
         from twinkle.hub import HubOperation
         from twinkle.platform import Platform

@@ -1,4 +1,4 @@
-"""Published path of the learning-rate schedulers; they live in the room `twinkle.scheduler`."""
+"""Published path of the learning-rate schedulers; their module is `twinkle.scheduler`."""
 
 from twinkle._registry import lazy_names
 

@@ -7,13 +7,13 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 class Preprocessor:
-    """Turns a batch of raw columns into columns of trajectories (or of whatever the next step wants).
+    """Turns a batch of raw columns into columns of trajectories (or those that the next step needs).
 
-    Subclasses define `__call__(rows)`; `map_col_to_row` and `map_row_to_col` let one think in rows.
+    Subclasses define `__call__(rows)`; `map_col_to_row` and `map_row_to_col` convert between columns and rows.
     """
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
-        """Return new columns for the columns `rows`; both map a name to a list, one entry a row."""
+        """Return new columns for the columns `rows`; both map a name to a list with one entry per row."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(self, rows)")
 
     @staticmethod
@@ -27,8 +27,8 @@ class Preprocessor:
         """Return rows as columns.
 
         Args:
-            rows: the rows; a key that only some of them have is None for the others.
-            keys: the columns wanted; by default all, in order of first appearance.
+            rows: the rows; a key that a row does not have is None.
+            keys: the columns to return; by default all, in order of first appearance.
         """
         names = list(keys) if keys is not None else list(dict.fromkeys(key for row in rows for key in row))
         return {name: [row.get(name) for row in rows] for name in names}

@@ -1,4 +1,4 @@
-"""Published path of the preprocessors for language models; they live in the room `twinkle.preprocessor`."""
+"""Published path of the preprocessors for language models; their module is `twinkle.preprocessor`."""
 
 from twinkle._registry import lazy_names
 

@@ -8,13 +8,13 @@ from twinkle.data_format import Trajectory
 
 
 class Reward(ABC):
-    """Scores trajectories. A function with this signature may stand in for a subclass."""
+    """Scores trajectories. A function with this signature can be used as a reward."""
 
     @abstractmethod
     def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
         """Return one score for each trajectory, in order.
 
         Args:
-            trajectories: conversations whose last turn is to be scored; the truth stands in `user_data`.
-            **kwargs: whatever else the caller has for these rows, such as `ground_truths`.
+            trajectories: conversations whose last turn is scored; the reference answer is in `user_data`.
+            **kwargs: further arguments for these rows, such as `ground_truths`.
         """

@@ -10,7 +10,7 @@ from twinkle.mesh import DeviceGroup, DeviceMesh
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What `twinkle.initialize` was given; its docstring says what each means."""
+    """The arguments of `twinkle.initialize`, which documents them."""
 
     nproc_per_node: int = 8
     ncpu_proc_per_node: int = 8
@@ -24,11 +24,11 @@ class RuntimeOptions:
 
 
 class Runtime(ABC):
-    """Decides where components live and calls them there. One is current in each process.
+    """Places components and calls them where they live. Each process has one current runtime.
 
     Attributes:
         mesh: the global device mesh; None before `initialize`.
-        options: what `initialize` was given.
+        options: the arguments of `initialize`.
     """
 
     mesh: DeviceMesh | None = None
@@ -36,10 +36,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def initialize(self, options: RuntimeOptions) -> None:
-        """Get ready; called again when a script initializes again.
+        """Prepare the runtime; called again when a script initializes again.
 
         Raises:
-            MeshError: the mesh does not fit the processes there are.
+            MeshError: the mesh does not fit the number of processes.
         """
 
     @abstractmethod
@@ -48,8 +48,8 @@ class Runtime(ABC):
 
     @abstractmethod
     def placement(self, groups: Sequence[DeviceGroup] = ()) -> str:
-        """Return a readable table of which ranks and devices do what, of these groups or of all."""
+        """Return a readable table of the ranks and devices of these groups, or of all groups."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release what `initialize` acquired; harmless when repeated."""
+        """Release what `initialize` acquired; a second call does nothing."""

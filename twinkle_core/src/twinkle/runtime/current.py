@@ -1,4 +1,4 @@
-"""The runtime of this process: `initialize` chooses it, decorators ask for it."""
+"""The runtime of this process: `initialize` sets it, decorators use it."""
 
 import dataclasses
 import os
@@ -14,12 +14,12 @@ _MISSING = {
     "http": "this version has no runtime of that name, in twinkle-server either. To train over HTTP, start "
     "`twinkle serve MODEL` (package twinkle-server) and use the Tinker SDK with its base_url",
 }
-"""Published modes that no package provides, and why."""
+"""Published modes that no package provides yet, with the reason."""
 _current: Runtime | None = None
 
 
 def current_runtime() -> Runtime:
-    """Return the runtime that `initialize` chose; before that, a local one without a mesh."""
+    """Return the runtime that `initialize` set; before that, a local runtime without a mesh."""
     global _current
     if _current is None:
         from twinkle.runtime.process import LocalRuntime
@@ -40,7 +40,7 @@ def initialize(
     name: str | None = None,
     notifier: Any = None,
 ) -> None:
-    """Say where components live, and seed every random generator. Call it once, before building components.
+    """Choose where components live, and seed every random generator. Call it once, before you build components.
 
     Args:
         mode: `local` (this process, or torchrun's ranks), or any other installed component of kind `runtime`. `ray` and
@@ -48,14 +48,14 @@ def initialize(
         nproc_per_node: worker processes on each machine; only runtimes that start processes use it.
         ncpu_proc_per_node: CPU worker processes on each machine; likewise.
         seed: of Python, numpy and torch, on every rank the same.
-        full_determinism: let torch use deterministic algorithms only.
+        full_determinism: make torch use deterministic algorithms only.
         groups: device groups that `remote_group=` may name.
-        global_device_mesh: the mesh of components that are given none; by default all ranks in `dp`.
-        lazy_collect: whether results stay where they are until they are used; only runtimes with workers use it.
-        name: what the run is called in notifications; by default `TWINKLE_NAME`, or the name of the `Run`.
-        notifier: who is told when a run or the script fails: a component of kind `notifier` in any form of component
-            argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
-            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list notifies no one.
+        global_device_mesh: the default mesh of components; by default all ranks in `dp`.
+        lazy_collect: leave results on the workers until they are used; only runtimes with workers use it.
+        name: name of the run in notifications; by default `TWINKLE_NAME`, or the name of the `Run`.
+        notifier: receives a message when a run or the script fails: a component of kind `notifier` in any form of
+            component argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
+            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list sends no messages.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
@@ -108,7 +108,7 @@ def _notifiers(given: Any) -> list[Any]:
 
 
 def get_device_placement(device_group: Any = None) -> str:
-    """Return a table of which rank and device does what.
+    """Return a readable table of ranks and devices.
 
     Args:
         device_group: a `DeviceGroup`, a list of them, or the name of one that `initialize` was given; None means all.

@@ -1,4 +1,4 @@
-"""The local runtime: every component is in this process, alone or as one rank of several under torchrun."""
+"""The local runtime: every component lives in this process, which may be one of several ranks under torchrun."""
 
 import functools
 import os
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Variable that torchrun's agent gives each process that it starts."""
+"""Variable that torchrun's agent sets for each process that it starts."""
 
 
 @functools.cache
 def end_with_torchrun(interval: float = 1.0, patience: float = 600.0) -> None:
-    """Watch the agent of torchrun, if it is the parent of this process, and stop as soon as it has died.
+    """Watch torchrun's agent, if it is the parent of this process, and stop this process when the agent has died.
 
-    A rank gets SIGTERM first, which a recipe answers with a checkpoint, and SIGKILL where that was not enough. torchrun
-    itself stops its ranks on every other way out; only a SIGKILL leaves it no time to.
+    The rank gets SIGTERM first, upon which a recipe saves a checkpoint, and SIGKILL later if it still runs. torchrun
+    stops its ranks itself unless it is killed by SIGKILL.
 
     Args:
-        interval: seconds between two looks.
+        interval: seconds between checks.
         patience: seconds from SIGTERM to SIGKILL.
     """
     if STARTED_BY_TORCHRUN in os.environ:
@@ -51,7 +51,7 @@ MAX_RANKS = 64
 
 
 def placement_text(runtime: str, mesh: DeviceMesh, groups: Sequence[DeviceGroup]) -> str:
-    """Return who is where: this process, the mesh with every rank's place, and the device groups."""
+    """Return the placement of this process, of every rank in the mesh, and of the device groups."""
     rank, world = Platform.get_rank(), Platform.get_world_size()
     lines = [f"runtime {runtime}: rank {rank} of {world} on {Platform.get_local_device()}", f"mesh {mesh}"]
     lines += _mesh_table(mesh)
@@ -86,15 +86,16 @@ def _members(group: DeviceGroup) -> str:
 
 TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
 _LAST_TENSORS = 0.2
-"""Seconds that threads of gloo have at the end of the process; they need microseconds where a core is free."""
+"""Seconds that threads of gloo have at the end of the process; they need microseconds if a core is free."""
 
 
 class LocalRuntime(Runtime):
-    """Builds and calls components here. Every process runs the same script, on its own part of the data.
+    """Builds and calls components in this process. Every process runs the same script, on its own part of the data.
 
     Under torchrun `initialize` joins the processes: on CUDA with NCCL for tensors on the device and gloo for those on
-    the CPU, elsewhere with gloo. `TWINKLE_DIST_TIMEOUT_SECONDS` says how long they wait for each other. An error that
-    ends a rank stands in torchrun's summary. The group is left at the end of the process, unless an error ends it.
+    the CPU, otherwise with gloo. `TWINKLE_DIST_TIMEOUT_SECONDS` limits how long they wait for each other. torchrun's
+    summary shows an error that ends a rank. The process group is destroyed at the end of the process, unless the
+    process ends with an error.
     """
 
     def __init__(self) -> None:
@@ -102,19 +103,19 @@ class LocalRuntime(Runtime):
         self._stop_reporting: Callable[[], None] | None = None
 
     def initialize(self, options: RuntimeOptions) -> None:
-        """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed.
+        """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed generators.
 
-        Under torchrun an uncaught error is shown in its summary from here on, and this process ends soon
-        after torchrun itself, if that is killed.
+        From then on torchrun's summary shows uncaught errors, and this process ends soon after torchrun if torchrun
+        is killed.
 
         Raises:
-            MeshError: the mesh has other ranks than there are processes.
-            SettingsError: `TWINKLE_DIST_TIMEOUT_SECONDS` is no number of seconds.
+            MeshError: the ranks of the mesh are not those of the processes.
+            SettingsError: `TWINKLE_DIST_TIMEOUT_SECONDS` is not a number of seconds.
         """
         from twinkle.platform import seed_everything
 
         world_size = Platform.get_world_size()
-        grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process is a group, of one
+        grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process: a group of one
         if grouped and self._stop_reporting is None:
             self._stop_reporting = report_errors()
         end_with_torchrun()
@@ -127,15 +128,15 @@ class LocalRuntime(Runtime):
         self.options = options
 
     def construct(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Return None: everything is built here."""
+        """Return None: everything is built in this process."""
 
     def placement(self, groups: Sequence[DeviceGroup] = ()) -> str:
-        """Return which rank sits where in the mesh, and which ranks the groups have."""
+        """Return the place of each rank in the mesh, and the ranks of the groups."""
         mesh = self.mesh or DeviceMesh.from_sizes(dp_size=Platform.get_world_size())
         return placement_text("local", mesh, groups or self.options.groups)
 
     def shutdown(self) -> None:
-        """Leave the process group, if this runtime joined it, and stop telling torchrun of errors."""
+        """Leave the process group, if this runtime joined it, and stop reporting errors to torchrun."""
         if self._stop_reporting is not None:
             self._stop_reporting()
             self._stop_reporting = None
@@ -169,25 +170,25 @@ class LocalRuntime(Runtime):
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Leave the process group at the end of the process: gloo aborts one that ends with its threads at work.
+        """Leave the process group at the end of the process: gloo aborts a process that ends while its threads work.
 
-        After an error it is left as it is, since leaving waits for whatever is under way, and the others wait for us.
+        After an error the group is kept: leaving would wait for pending operations, while the other ranks wait for us.
         """
         if not has_failed():
             self.shutdown()
-            # Models keep groups alive, and a thread of theirs may still be about to let go of the last message's
-            # tensors. It needs the interpreter for that, and ends the process by SIGABRT if that is gone.
+            # Models keep groups alive, and a thread of a group may still have to release the tensors of the last
+            # message. It needs the interpreter for that; if the interpreter is gone, it aborts the process (SIGABRT).
             time.sleep(_LAST_TENSORS)
 
 
 def _backend(platform: type[Platform]) -> str:
-    """Return what `torch.distributed` uses for tensors on the device, and for those on the CPU beside it."""
+    """Return the backend of `torch.distributed` for tensors on the device, and that for tensors on the CPU."""
     own = platform.device_backend()
     return own if own == "gloo" else f"cpu:gloo,{platform.device_prefix()}:{own}"
 
 
 def _timeout() -> "timedelta | None":
-    """Return how long ranks wait for each other, or None for torch's own time."""
+    """Return how long ranks wait for each other, or None for torch's default."""
     from datetime import timedelta
 
     text = os.environ.get(TIMEOUT, "").strip()

@@ -1,4 +1,4 @@
-"""The decorators of remote classes and functions. They record; the runtime of the process places and calls."""
+"""Decorators of remote classes and functions. They record options; the runtime uses these to place and call."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ class RemoteClass:
 
 @dataclass(frozen=True)
 class RemoteFunction:
-    """How a method is called on the workers of its object; `remote_function` says what each value means."""
+    """How a method is called on the workers of its object; `remote_function` documents the values."""
 
     dispatch: Dispatch = "slice"
     execute: Execute = "all"
@@ -48,7 +48,7 @@ def remote_class(execute: Execute = "all") -> Callable[[C], C]:
     """Mark a class whose objects a runtime may place on workers.
 
     Its constructor, and that of its subclasses, then also takes `remote_group=` (the device group to live on) and
-    `instance_id=`; a parameter `device_mesh` that is left None gets the global mesh. The signature stays as written.
+    `instance_id=`. A parameter `device_mesh` that is None gets the global mesh. `inspect.signature` is unchanged.
 
     Args:
         execute: on which workers of the group the object is built: `first`, `peer` (of the caller) or `all`.
@@ -57,7 +57,7 @@ def remote_class(execute: Execute = "all") -> Callable[[C], C]:
 
     def mark(cls: C) -> C:
         if not isinstance(cls, type):
-            raise ArgumentError(f"@remote_class() marks classes; {cls!r} is none, use @remote_function() for functions")
+            raise ArgumentError(f"@remote_class() requires a class, got {cls!r}; use @remote_function() for functions")
         already = hasattr(cls, _MARK)
         setattr(cls, _MARK, RemoteClass(execute))
         if not already:
@@ -77,18 +77,18 @@ def remote_function(
     lazy_collect: bool | None = None,
     timeout: float | None = None,
 ) -> Callable[[F], F]:
-    """Mark a method that a runtime may call on workers; in this process it stays a plain call.
+    """Mark a method that a runtime may call on workers; with the local runtime it is a plain call.
 
     Args:
-        dispatch: what each worker gets: `slice` (its part of the per-sample arguments), `slice_dp` (the part of its
+        dispatch: arguments of each worker: `slice` (its part of the per-sample arguments), `slice_dp` (the part of its
             data rank), `all` (everything), or a function `(workers, index, args, kwargs, device_mesh=)` that returns
             `(args, kwargs)`.
         execute: which workers run it: `first`, `peer` or `all`.
-        collect: what the caller gets: `none` (the list of results, one result bare), `flatten`, `mean`, `sum`,
-            `first`, `last_pp`, `last_pp_first`, or a function `(results, device_mesh=)`.
-        sync: wait until all workers have finished before anything else is called.
+        collect: how results are combined: `none` (the list of results, or the result itself if there is one),
+            `flatten`, `mean`, `sum`, `first`, `last_pp`, `last_pp_first`, or a function `(results, device_mesh=)`.
+        sync: wait until all workers have finished before the next call.
         lazy_collect: leave results on the workers until they are used; None follows `initialize`.
-        timeout: seconds after which a call that has not returned is an error; None waits for ever.
+        timeout: seconds after which a call that has not returned is an error; None waits indefinitely.
     """
     _one_of("execute", execute, _EXECUTE)
     _one_of("dispatch", dispatch, _DISPATCH, or_callable=True)
@@ -99,7 +99,7 @@ def remote_function(
 
     def mark(function: F) -> F:
         if not callable(function):
-            raise ArgumentError(f"@remote_function() marks functions; {function!r} is none")
+            raise ArgumentError(f"@remote_function() requires a function, got {function!r}")
         function = explains_calls(function)
         setattr(function, _MARK, spec)
         return function
@@ -123,7 +123,7 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...], *, or_callable: boo
 
 
 def _wrap_new(cls: Any) -> None:
-    """Let the runtime offer a stand-in before an object is made here."""
+    """Let the runtime return a stand-in instead of building an object in this process."""
     own = vars(cls).get("__new__")
 
     def __new__(klass: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _wrap_new(cls: Any) -> None:
 
 
 def _wrap_init(cls: Any) -> None:
-    """Take placing arguments off and fill in the global mesh."""
+    """Remove placement arguments and fill in the global mesh."""
     init = cls.__init__
     build = explains_calls(init)
     position = _position_of_mesh(init)
@@ -154,7 +154,7 @@ def _wrap_init(cls: Any) -> None:
 
 
 def _wrap_subclasses(cls: Any) -> None:
-    """Do the same for the constructor of every subclass that writes one."""
+    """Do the same for the constructor of every subclass that defines one."""
     own = vars(cls).get("__init_subclass__")
 
     def __init_subclass__(subclass: Any, /, **kwargs: Any) -> None:
@@ -169,12 +169,12 @@ def _wrap_subclasses(cls: Any) -> None:
 
 
 def _signed_as(init: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Give a wrapper the looks of `init`, so that `inspect.signature` of the class stays as it was written."""
+    """Copy the metadata of `init` to a wrapper, so that `inspect.signature` of the class is unchanged."""
 
     def sign(wrapper: Callable[..., Any]) -> Any:
         functools.update_wrapper(wrapper, init)
         if init is object.__init__:
-            # Its own signature says (*args, **kwargs), though it takes nothing.
+            # The signature of `object.__init__` is (*args, **kwargs), though it takes no arguments.
             own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             wrapper.__signature__ = inspect.Signature([own])  # type: ignore[attr-defined]
         return wrapper
@@ -187,7 +187,7 @@ def _without(names: Collection[str], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _position_of_mesh(init: Callable[..., Any]) -> int | None:
-    """Return the index of the parameter `device_mesh` among the arguments after self, or None where there is none."""
+    """Return the index of the parameter `device_mesh` among the arguments after self, or None if it is absent."""
     parameters = list(inspect.signature(init).parameters.values())[1:]
     for index, parameter in enumerate(parameters):
         if parameter.name == "device_mesh":

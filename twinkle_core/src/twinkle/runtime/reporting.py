@@ -1,4 +1,4 @@
-"""Tells torchrun which error ended this rank: the file that its summary is made from."""
+"""Writes the error that ended this rank to the file from which torchrun makes its summary."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def report_errors() -> Callable[[], None]:
     """Install an excepthook that reports an uncaught error, then calls the previous one.
 
     Returns:
-        a function that takes the hook off again.
+        A function that removes the hook.
     """
     before = sys.excepthook
 
@@ -32,7 +32,7 @@ def report_errors() -> Callable[[], None]:
     sys.excepthook = hook
 
     def take_off() -> None:
-        # Whoever has put a hook over this one calls it still; then it must stay.
+        # A hook that was installed later still calls this one, so it must stay.
         if sys.excepthook is hook:
             sys.excepthook = before
 
@@ -40,9 +40,9 @@ def report_errors() -> Callable[[], None]:
 
 
 def report(error: BaseException) -> None:
-    """Note that `error` ends this process, and write it to torchrun's error file.
+    """Record that `error` ends this process, and write it to torchrun's error file.
 
-    There may be none, or another writer (torch's `record`) has written it; an interrupt is not an error.
+    The file may not be configured, or torch's `record` may have written it already. An interrupt is not an error.
     """
     global _failed
     _failed = True
@@ -61,7 +61,8 @@ def _entry(error: BaseException) -> dict[str, Any]:
 
     from twinkle.errors import RankError
 
-    # torchrun calls the earliest error the root cause, and knows whole seconds. A RankError follows another's error.
+    # torchrun reports the earliest error as the root cause, with a resolution of one second. A RankError follows the
+    # error of another rank.
     moment = int(time.time()) + isinstance(error, RankError)
     return {
         "message": {

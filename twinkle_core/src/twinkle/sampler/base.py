@@ -22,10 +22,10 @@ class Sampler(ABC):
 
         Args:
             inputs: trajectories (encoded by the template with a generation prompt) or encoded rows.
-            sampling_params: how to draw; a mapping is read by `SamplingParams.from_dict`.
-            adapter_name: the adapter to sample with; empty means the sampler's default. A backend may take a list, with
-                one name for each input, None for the base model, or refuse it.
-            **kwargs: what a backend adds, such as `adapter_path`.
+            sampling_params: sampling parameters; a mapping is read by `SamplingParams.from_dict`.
+            adapter_name: the adapter to sample with; empty means the sampler's default. A backend may accept a list
+                with one name for each input, None for the base model.
+            **kwargs: further arguments of a backend, such as `adapter_path`.
         """
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; call it after the weights have changed."""
+        """Clear cached prefixes; call it after the weights have changed."""
 
     def sample_stream(
         self,
@@ -49,17 +49,17 @@ class Sampler(ABC):
             inputs: one trajectory or one encoded row.
             sampling_params: see `sample`.
             adapter_name: see `sample`.
-            **kwargs: what a backend adds.
+            **kwargs: further arguments of a backend.
 
         Raises:
-            Unsupported: the backend has no streams.
+            Unsupported: the backend does not support streaming.
         """
         from twinkle.errors import Unsupported
 
         raise Unsupported(f"{type(self).__name__} has no streams; use sample, or TorchSampler")
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the underlying module; a backend without one module refuses."""
+        """Apply a patch to the underlying module; `Unsupported` for a backend without a module."""
         from twinkle.errors import Unsupported
 
         raise Unsupported(f"{type(self).__name__} has no module that a patch could change")

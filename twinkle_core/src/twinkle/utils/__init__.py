@@ -1,1 +1,1 @@
-"""Published paths that scripts import; what they hold lives in `twinkle.platform`."""
+"""Published import paths; their contents are defined in `twinkle.platform`."""

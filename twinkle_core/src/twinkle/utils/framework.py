@@ -1,10 +1,10 @@
-"""Published path of the questions which devices torch sees; `twinkle.platform` answers them."""
+"""Published path of functions that report torch's devices; `twinkle.platform` implements them."""
 
 from twinkle.platform import GPU, NPU
 
 
 class Torch:
-    """Which devices there are; False where torch is not installed."""
+    """Reports available devices; False if torch is not installed."""
 
     @staticmethod
     def is_gpu_available() -> bool:

@@ -1,4 +1,4 @@
-"""The contract of an environment, under its published path; it lies in core."""
+"""Published path of the contract of an environment, which is defined in core."""
 
 from twinkle.env import Env, StepResult
 

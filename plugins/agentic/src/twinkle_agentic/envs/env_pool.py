@@ -1,4 +1,4 @@
-"""A pool of environments of one kind: each slot is an episode of its own, and batches of slots step together."""
+"""A pool of environments of one class: each slot runs a separate episode, and batches of slots step together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +66,7 @@ class EnvPool:
         try:
             with self._step_of(idx, env):
                 return checked(env, env.step(tool_name, arguments))
-        except (Exception, SystemExit) as error:  # whatever an environment raises ends its own episode only
+        except (Exception, SystemExit) as error:  # an error of an environment ends only its own episode
             text = error_text(error)
             return StepResult(f"Error: {text}", 0.0, True, {"error": text})
 
@@ -111,7 +111,7 @@ class EnvPool:
 
     @remote_function(dispatch="all")
     def close(self) -> None:
-        """Close every environment, whatever others raise; the pool may be used again, and makes new ones then.
+        """Close every environment, even if others raise; a later use of the pool creates new ones.
 
         One whose step still runs is closed when it is over.
         """

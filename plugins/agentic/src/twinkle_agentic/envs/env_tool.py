@@ -92,7 +92,7 @@ def checked(env: Env, result: Any) -> StepResult:
     """Return what an environment answered, with a finite number for a reward.
 
     Raises:
-        ComponentTypeError: it is no `StepResult`, or its reward is none.
+        ComponentTypeError: it is not a `StepResult`, or its reward is not a number.
     """
     name = type(env).__name__
     if not isinstance(result, StepResult):
@@ -117,7 +117,7 @@ class EnvTool(Tool):
     Attributes:
         env: the environment.
         episode: what happened in it, shared by all tools of `from_env`.
-        tool_name: the name under which the environment knows the action.
+        tool_name: name of the action in the environment.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class OpenEnv(Env):
             reset_kwargs: arguments of each `reset`; `reset_kwargs` in the `user_data` of a trajectory wins over them.
 
         Raises:
-            ArgumentError: nothing says which environment it is.
+            ArgumentError: no argument selects the environment.
         """
         if env_name is None and env_cls is None and base_url is None:
             raise ArgumentError("OpenEnv: give env_name= or env_cls=, or base_url= of a server")
@@ -75,7 +75,7 @@ class OpenEnv(Env):
         return self._result(self._made().reset(**{**self.reset_kwargs, **more}))
 
     def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
-        """Act once: the action is made of the tool's name and its arguments."""
+        """Perform one action, built from the tool's name and its arguments."""
         fields = dict(arguments)
         action = self._mapper(tool_name, fields) if self._mapper is not None else fields
         action_class = self._action()

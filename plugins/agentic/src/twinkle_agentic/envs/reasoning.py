@@ -1,4 +1,4 @@
-"""The puzzles of reasoning-gym: endless questions of a kind, each with a check of its own."""
+"""The puzzles of reasoning-gym: generated questions of a task, each with a scoring function."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,7 +105,7 @@ class ReasoningGymEnv(Env):
 
 
 def _marked(text: str) -> str:
-    """Return what stands in the last `<answer>...</answer>`, or all of a text without one."""
+    """Return the content of the last `<answer>...</answer>`, or the whole text without one."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return text if start < 0 else text[start + len("<answer>") : end]

@@ -34,7 +34,7 @@ class API(ABC):
         Args:
             trajectory: the conversation, and `tools` where there are any.
             sampling_params: how to draw.
-            **kwargs: what a service takes beside.
+            **kwargs: further arguments of a service.
 
         Raises:
             APIError: there is no answer.

@@ -158,7 +158,7 @@ class OpenAI(API):
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise APIError(f"{self.host} answered with something that is no JSON object: {self._shown(response)}")
+            raise APIError(f"{self.host} answered with something that is not a JSON object: {self._shown(response)}")
         return answer
 
     def _shown(self, response: Any) -> str:
@@ -193,7 +193,7 @@ def _drawn(params: SamplingParams) -> dict[str, Any]:
 
 
 def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as the protocol has it: arguments of calls are text, and nothing of ours rides along."""
+    """Return a message in the form of the protocol: arguments of calls as text, without keys of Twinkle."""
     sent = {name: message[name] for name in _WIRE if message.get(name) is not None}
     if calls := sent.get("tool_calls"):
         sent["tool_calls"] = [_sent_call(number, call) for number, call in enumerate(calls)]

@@ -140,7 +140,7 @@ class APIMultiTurnRollout(Rollout):
             raise APIError(f"{type(self.api).__name__} answered with a {type(answer).__name__}; return one message")
         calls = answer.get("tool_calls") or []
         if not isinstance(calls, list) or not all(name_of(call) for call in calls):
-            raise APIError(f"{type(self.api).__name__} answered with tool_calls that are no list of calls")
+            raise APIError(f"{type(self.api).__name__} answered with tool_calls that are not a list of calls")
         message = {**answer, "role": "assistant", "content": answer.get("content") or ""}
         if calls:  # each result names its call, so each call has a name
             message["tool_calls"] = [{**call, "id": call.get("id") or f"call_{n}"} for n, call in enumerate(calls)]

@@ -1,4 +1,4 @@
-"""The contract of a rollout, under its published path; it lies in core."""
+"""Published path of the contract of a rollout, which is defined in core."""
 
 from twinkle.rollout import Rollout
 

@@ -62,12 +62,12 @@ class MultiTurnRollout(Rollout):
             sampler: any `twinkle.sampler.Sampler`.
             template: encodes prompts and results, in any form of component argument; None is the sampler's own.
             tool_manager: the tools of all trajectories, or a list with one manager for each; a call may give others.
-            sampling_params: how to draw a turn; `num_samples` is 1, and `logprobs` at least 1 whatever they say.
+            sampling_params: sampling parameters of a turn; `num_samples` must be 1; `logprobs` is at least 1.
             max_turns: turns of the assistant, at most.
             max_trajectory_tokens: tokens of a whole row, at most; None leaves it to the sampler's context.
             trace_dir: where to write a Markdown file for each trajectory, see `Traces`.
             trace_callback: called with each trace, a dict.
-            success_callback: called with each result; its answer stands there as `success`.
+            success_callback: called with each result; its return value is stored as `success`.
 
         Raises:
             ArgumentError: a number is out of range, `num_samples` is not 1, or the template splits rows.

@@ -83,7 +83,7 @@ class Track:
         return messages
 
     def bridge(self, messages: Sequence[Any], template: Any) -> None:
-        """Go on to the next turn, or end where the chat template cannot."""
+        """Continue with the next turn, or end if the chat template cannot render it."""
         extended = extend_with_bridge(self.feature, messages, template)
         if extended is None:
             self.end("bridge")

@@ -17,7 +17,7 @@ class Turn:
     Attributes:
         text: what the assistant wrote, markup of calls included.
         stop_reason: why the turn ended.
-        tokens: how many tokens were sampled; 0 where nobody counted.
+        tokens: number of sampled tokens; 0 if they were not counted.
         tool_calls: the calls that were read from it.
         results: what was answered, one text a call, and one for calls that could not be read.
         reward: the rewards of environments in this turn; None where there are none.
@@ -103,7 +103,7 @@ def is_over(manager: ToolManager) -> bool:
 
 
 def name_of(call: Any) -> str:
-    """Return the name of the tool that a call wants; "" where it says none, or is no call."""
+    """Return the name of the tool of a call; "" if it has none, or is not a call."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""

@@ -1,4 +1,4 @@
-"""The contract of a tool, under its published path; it lies in core."""
+"""Published path of the contract of a tool, which is defined in core."""
 
 from twinkle.tool import Tool, ToolInfo
 

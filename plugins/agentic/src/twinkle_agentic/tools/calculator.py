@@ -41,7 +41,7 @@ class CalculatorTool(Tool):
         try:
             tree = ast.parse(expression.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"{expression!r:.60} is no arithmetic expression") from error
+            raise ValueError(f"{expression!r:.60} is not an arithmetic expression") from error
         value = _value(tree.body)
         return str(int(value)) if value == int(value) else str(value)
 

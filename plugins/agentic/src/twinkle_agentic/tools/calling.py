@@ -124,7 +124,7 @@ def error_text(error: BaseException) -> str:
     """Return class and message of an error, short and without traceback."""
     try:
         says = str(error)
-    except Exception:  # whatever the __str__ of somebody's error raises
+    except Exception:  # `__str__` of a foreign error may raise anything
         says = ""
     says = shortened(says.encode("utf-8", "replace").decode(), 500)
     return f"{type(error).__name__}: {says}" if says else type(error).__name__

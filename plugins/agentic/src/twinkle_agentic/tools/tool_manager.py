@@ -1,4 +1,4 @@
-"""The manager of a trajectory's tools: it takes a model's call, whatever that is, and answers with text."""
+"""The manager of a trajectory's tools: runs a model's call, valid or not, and returns text."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from twinkle_registry import nearest
 
 
 class ToolManager:
-    """Holds tools by name and calls them; a call never raises, it answers with text that begins with `Error:`.
+    """Holds tools by name and calls them; a failed call does not raise, but returns text that begins with `Error:`.
 
     So answers: a tool that is not there, arguments that are no JSON object, a tool that raises (class and message, no
     traceback), one that does not return in time, and a result that is no text. Results longer than `max_result_chars`
@@ -68,7 +68,7 @@ class ToolManager:
         """
         built = tool if isinstance(tool, Tool) else registry().build(tool, "tool")
         if not callable(getattr(built, "tool_info", None)):
-            raise ArgumentError(f"{built!r:.80} is no tool: it has no tool_info(); subclass twinkle.tool.Tool")
+            raise ArgumentError(f"{built!r:.80} is not a tool: it has no tool_info(); subclass twinkle.tool.Tool")
         try:
             name = str(built.tool_info()["function"]["name"]) if name is None else name
         except (KeyError, TypeError) as error:
@@ -126,7 +126,7 @@ class ToolManager:
             return self.calls(lambda: as_text(tool(name, arguments), self.max_result_chars))
         except Hung as error:
             return f"Error: {name}: {error}"
-        except BaseException as error:  # whatever a tool raises
+        except BaseException as error:  # a tool may raise anything
             if isinstance(error, KeyboardInterrupt):
                 raise
             return f"Error: {error_text(error)}"
@@ -138,7 +138,7 @@ class ToolManager:
 
 
 def _arguments(given: Any) -> dict[str, Any] | None:
-    """Return the arguments of a call as a dict of their own; None where they are none."""
+    """Return the arguments of a call as a new dict; None if they are not valid."""
     if given is None or given == "":
         return {}
     try:

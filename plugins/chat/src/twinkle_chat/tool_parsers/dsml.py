@@ -26,7 +26,7 @@ class DSMLParser(BlockParser):
                 yield Block(start, end, calls)
 
     def extract_tool_result(self, text: str) -> str | None:
-        """Return what stands in the first `<tool_result>`."""
+        """Return the content of the first `<tool_result>`."""
         result = next(between(text, "<tool_result>", "</tool_result>"), None)
         return None if result is None else result[2]
 

@@ -1,4 +1,4 @@
-"""Finds the installed parser that knows the tool calls in a text."""
+"""Finds the installed parser for the tool calls in a text."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def detect_first(text: str) -> ToolCallParser | None:
 
 
 def _start(parser: ToolCallParser, text: str) -> int | None:
-    """Return where the first call begins; None where there is none."""
+    """Return the start of the first call; None if there is no call."""
     if isinstance(parser, BlockParser):
         return next((block.start for block in parser.blocks(text)), None)
     return max(0, text.find(parser.open_marker)) if parser.detect(text) else None

@@ -28,7 +28,7 @@ class HermesQwenParser(BlockParser):
                 yield Block(start, end, [call])
 
     def extract_tool_result(self, text: str) -> str | None:
-        """Return what stands in the first `<tool_response>`."""
+        """Return the content of the first `<tool_response>`."""
         result = next(between(text, "<tool_response>", "</tool_response>"), None)
         return None if result is None else result[2].strip("\n")
 

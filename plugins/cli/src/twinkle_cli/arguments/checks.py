@@ -1,4 +1,4 @@
-"""Whether a value has the type that an argument wants; the few conversions that lose nothing."""
+"""Checks the type of a value against that of an argument, and makes lossless conversions."""
 
 import types
 import typing
@@ -9,7 +9,7 @@ from twinkle_cli.configuration import alternatives
 
 
 def checked(value: Any, annotation: Any) -> Any:
-    """Return `value` as `annotation` wants it.
+    """Return `value` converted to the type `annotation`.
 
     A whole number is taken for a float, and 0 and 1 for a truth value, which is how environment variables say it.
 

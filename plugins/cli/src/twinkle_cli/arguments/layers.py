@@ -1,4 +1,4 @@
-"""What each source says: `.env` file, environment, YAML file and command line, each as a list of settings."""
+"""The settings of each source: `.env` file, environment, YAML file and command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ RESERVED = {"config": True, "help": False}
 
 @dataclass
 class Layer:
-    """What one source says.
+    """The settings of one source.
 
     Attributes:
         values: checked values by path.

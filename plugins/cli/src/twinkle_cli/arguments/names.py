@@ -35,7 +35,7 @@ def normal(name: str) -> str:
 
 
 def arguments() -> Iterator[tuple[Option, Field[Any]]]:
-    """Yield every argument in the order of the table: what the command line knows of it, and its field."""
+    """Yield every argument in the order of the table, with its command-line definition and its field."""
     for group, cls in GROUPS.items():
         hints = typing.get_type_hints(cls)
         for field in fields(cls):

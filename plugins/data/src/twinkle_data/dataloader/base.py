@@ -155,7 +155,7 @@ class DataLoader:
     Attributes:
         dataset: the rows, or a stream of them.
         batch_size: rows of a global batch, over all data ranks.
-        min_batch_size: a last batch with fewer rows is dropped, and the log says so.
+        min_batch_size: a last batch with fewer rows is dropped, with a message in the log.
         device_mesh: the mesh whose data ranks share a batch, or None for one.
     """
 
@@ -183,8 +183,8 @@ class DataLoader:
             batch_size: rows of a global batch; the number of data ranks must divide it.
             min_batch_size: at least the number of data ranks, which is the default.
             device_mesh: by default the one given to `twinkle.initialize`.
-            shuffle: permute the rows, anew in each epoch; those of a stream through a buffer.
-            seed: of the permutations, of worker processes, and of the rows that stand in for failing ones.
+            shuffle: permute the rows, differently in each epoch; those of a stream through a buffer.
+            seed: seed of the permutations, of worker processes, and of the rows that replace failing ones.
             drop_last: drop every last batch smaller than `batch_size`.
             balance: how a global batch is divided among data ranks: `rows`, into consecutive parts of as many rows
                 (but for one); or `tokens`, so that the longest part has as few tokens as the largest differencing
@@ -353,7 +353,7 @@ class DataLoader:
         return order
 
     def _row_lengths(self) -> list[int] | None:
-        """Return the tokens of all rows, if the division among ranks goes by them."""
+        """Return the numbers of tokens of all rows, if the division among ranks depends on them."""
         if self.balance == "rows" or self._data_ranks == 1:
             return None
         if self._lengths is None or len(self._lengths) != len(self.dataset):

@@ -18,7 +18,7 @@ class Order:
         size: rows in the data set.
         batch_size: rows of a global batch.
         min_batch_size: a last batch with fewer rows is dropped.
-        shuffle: permute the rows, anew in each epoch.
+        shuffle: permute the rows, differently in each epoch.
         seed: of the permutations.
     """
 
@@ -132,7 +132,7 @@ def load_row(dataset: DatasetLike, index: int, max_retries: int) -> Any:
 
 
 class RetryingRows:
-    """A data set whose rows are loaded once if all goes well.
+    """A data set that replaces rows which fail to load.
 
     A row that raises is tried `max_retries` times more (not so if the error is a `DataError`: the row itself is wrong,
     and stays so). Then rows from a permutation seeded by (seed, row number) are tried once each, and the log says which
@@ -177,7 +177,7 @@ class RetryingRows:
 
 
 class Batches:
-    """The row numbers of the batches to come, for torch's loader, which asks anew in each epoch."""
+    """The row indices of the remaining batches, for torch's loader, which iterates once per epoch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -190,7 +190,7 @@ class Batches:
 
 
 class Collate:
-    """Calls a processor with rows of the same keys: a key that a row lacks is None there, as in a table."""
+    """Calls a processor with rows of the same keys: missing keys are None, as in a table."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

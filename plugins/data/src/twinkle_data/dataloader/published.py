@@ -158,7 +158,7 @@ class DeviceMeshIterableFetcher:
             batch_size: rows of a global batch.
             device_mesh: whose data ranks share a batch; None gives all of it.
             min_batch_size: a smaller last batch is dropped; by default the number of data ranks.
-            max_retries: how often reading goes on after an error, where the iterator can (a generator cannot).
+            max_retries: how often to continue reading after an error, if the iterator can (a generator cannot).
 
         Raises:
             ArgumentError: a number outside its range.

@@ -23,8 +23,8 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 class Dataset:
     """Rows with a length, backed by Hugging Face `datasets`.
 
-    Every method works in place, and leaves the data set as it was when it raises. Rows come back as they were put in:
-    dicts keep their own keys, whatever other rows hold; in messages and tools a key whose value is None is absent.
+    Every method works in place, and does not change the data set if it raises. Rows are returned as they were stored:
+    dicts keep their own keys, independent of other rows; in messages and tools a key with the value None is absent.
 
     Attributes:
         template: what `set_template` built, or None.
@@ -253,7 +253,7 @@ class Dataset:
 
     @_remote
     def check(self, **kwargs: Any) -> None:
-        """Drop the rows that the template cannot encode; the log says how many.
+        """Drop the rows that the template cannot encode; the log reports their number.
 
         Args:
             **kwargs: of `datasets.Dataset.map`.
@@ -375,4 +375,4 @@ class Dataset:
 
 
 def _nothing() -> None:
-    """Stands for a component without arguments."""
+    """Represents a component without arguments."""

@@ -69,7 +69,7 @@ def template_from(x: Any, kwargs: Mapping[str, Any]) -> Any:
 
     Raises:
         ComponentTypeError: it is not a template.
-        ArgumentError: keywords beside an instance, or some that the constructor does not take.
+        ArgumentError: keywords were given with an instance, or the constructor does not take one of them.
     """
     if isinstance(x, str | type):
         from twinkle._registry import registry
@@ -92,7 +92,7 @@ def template_for(template: Any, wanted_by: str) -> Any:
     """Return the template that `wanted_by` (`encode` or `check`) needs.
 
     Raises:
-        TrainingStateError: there is none.
+        TrainingStateError: no template was set.
         ComponentTypeError: it lacks the method.
     """
     if template is None:
@@ -179,7 +179,7 @@ def call_on_columns(
         function: takes a dict of columns, then `extra` and `fn_kwargs`; returns a dict of columns.
         columns: the values by name, one entry a row.
         what: how errors name the function.
-        drop: None: only the returned columns remain. Else these columns go and the others stay beside the returned
+        drop: None keeps only the returned columns. Else these columns are removed and the others kept with the returned
             ones, of which there must then be one entry a row.
         extra: further positional arguments.
         fn_kwargs: further keywords.

@@ -127,7 +127,7 @@ class IterableDataset:
         raise NotSized(f"{type(self).__name__} is a stream and has no length; iterate over it, or use Dataset")
 
     def __getitem__(self, idx: Any) -> Any:
-        """Refuse: a stream goes forwards."""
+        """Raise: a stream can only be read forwards."""
         raise NotSized(f"{type(self).__name__} is a stream and has no row {idx!r}; iterate over it, or use Dataset")
 
     @_remote

@@ -22,7 +22,7 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 @dataclass(frozen=True)
 class Mixture:
-    """Where each row of several sets lies, by arithmetic."""
+    """Maps row indices to rows of several sets, by arithmetic."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]

@@ -41,7 +41,7 @@ def capacity_of(template: Any) -> int:
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Divide rows into packs, best fit decreasing: each row, longest first, goes where it leaves the least room.
+    """Divide rows into packs, best fit decreasing: each row, longest first, is added to the fullest pack that fits.
 
     Hardly ever more than 11/9 of the fewest possible packs (Johnson 1973), and nearly full ones where rows are much
     shorter than a pack. The same lengths give the same packs.
@@ -206,7 +206,7 @@ class PackingDataset(Dataset):
 
     @_remote
     def pack_dataset(self) -> None:
-        """Decide which rows go together, best fit decreasing in groups of 1000 rows; the log says how full packs are.
+        """Assign rows to packs, best fit decreasing in groups of 1000 rows; the log reports how full packs are.
 
         Raises:
             TrainingStateError: rows are not encoded, or are packed already; or the template has no `max_length`.
@@ -245,7 +245,7 @@ class PackingDataset(Dataset):
         `length`, the number of its tokens; and everything else as a list with one entry a packed row.
 
         Raises:
-            DataError: a row cannot be packed with others, as `twinkle_data.dataset.packed.joined` says.
+            DataError: a row cannot be packed with others; see `twinkle_data.dataset.packed.joined`.
         """
         if self._packs is None:
             return super().__getitem__(idx)

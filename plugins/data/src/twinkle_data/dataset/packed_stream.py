@@ -52,7 +52,7 @@ class IterablePackingDataset(IterableDataset):
 
     @_remote
     def pack_dataset(self) -> None:
-        """Record that rows are packed. The log says how full packs are after the first window and at the end.
+        """Record that rows are packed. The log reports how full packs are after the first window and at the end.
 
         Raises:
             TrainingStateError: it was recorded already, or the template has no `max_length`.
@@ -62,7 +62,7 @@ class IterablePackingDataset(IterableDataset):
 
     @_remote
     def chunks(self, worker: int = 0, workers: int = 1) -> Iterator[list[Row]]:
-        """Yield chunks of rows that are not packed yet, as `IterableDataset.chunks` says."""
+        """Yield chunks of rows before packing; see `IterableDataset.chunks`."""
         if self.packing_num_proc == 1:
             yield from super().chunks(worker, workers)
             return

@@ -249,7 +249,7 @@ _ROWS = 1000
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
-    """Yield one JSON object a line; a row has the keys of its own line."""
+    """Yield one JSON object per line; a row has the keys of its own line."""
     yield from json_lines(path)
 
 

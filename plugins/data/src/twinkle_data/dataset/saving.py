@@ -91,7 +91,7 @@ class RowWriter:
             raise
 
     def discard(self) -> None:
-        """Forget everything; nothing remains on disk."""
+        """Close and remove the file."""
         if os.getpid() == self._owner:
             self._file.close()
             self._work.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def _json(value: Any, target: Path) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError as error:
-        raise DataError(f"{target}: a row holds something that is no JSON ({error}); save it as parquet") from error
+        raise DataError(f"{target}: a row has a value that is not JSON ({error}); save it as parquet") from error
 
 
 Rows = Iterable[Mapping[str, Any]]

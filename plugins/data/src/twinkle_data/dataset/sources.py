@@ -84,7 +84,7 @@ def row_number(index: Any) -> int:
 
 
 def not_empty(table: Table, name: str, after: str) -> Table:
-    """Return the table if it has rows, else raise `DataError` that says after what there are none."""
+    """Return the table if it has rows, else raise `DataError` that names the step after which it is empty."""
     if len(table) == 0:
         raise DataError(f"data set {name!r} has no rows after {after}")
     return table
@@ -120,7 +120,7 @@ def _in_memory(data: Any, split: str, name: str) -> Table:
 
 
 def column_of(key: str, values: Any, name: str) -> list[Any]:
-    """Return one column of a dict of columns as a list, or raise `DataError` if it is none."""
+    """Return one column of a dict of columns as a list, or raise `DataError` if it is not a list."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise DataError(
             f"data set {name!r}: column {key!r} is a {type(values).__name__}; a dict of columns holds lists"
@@ -184,7 +184,7 @@ def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
 
 
 def check_one_file(path: Path, meta: DatasetMeta) -> None:
-    """Raise `DataError` if a subset or split is asked of a single file."""
+    """Raise `DataError` if a subset or split of a single file is requested."""
     if meta.subset_name != "default" or meta.split != "train":
         raise DataError(
             f"{path} is one file: it has no subset {meta.subset_name!r} or split {meta.split!r}; leave subset_name "
@@ -224,7 +224,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     of its folders, the nearest first. Files that name no split at all are the training split.
 
     Raises:
-        DataError: there is none, the folder mixes formats, or the name that decides has the words of two splits.
+        DataError: there is no such file, the folder mixes formats, or a name contains the words of two splits.
     """
     if not folder.is_dir():
         raise DataError(f"data set: there is no folder {folder}; subset_name names a sub-folder of a local data set")
@@ -287,9 +287,9 @@ def _named(options: Mapping[str, Any]) -> str:
 
 
 def open_stream(meta: DatasetMeta, options: Mapping[str, Any]) -> Source:
-    """Return a function that begins to read the rows of `meta` anew each time it is called, its slice applied.
+    """Return a function that starts a new iteration over the rows of `meta`, with its slice applied.
 
-    What can be known without reading is checked now: files and folders exist, options fit, the slice goes forwards.
+    Checks that need no reading are made now: files and folders exist, options are valid, the slice is ascending.
 
     Args:
         meta: see `DatasetMeta`.
@@ -323,7 +323,7 @@ def checked_slice(wanted: Any) -> slice | Sequence[int]:
     """Return a `data_slice` that can be read forwards: a slice, or row numbers that never go down.
 
     Raises:
-        DataError: it goes backwards, counts from the end, or holds something else than row numbers.
+        DataError: the slice is not ascending, counts from the end, or has values other than row indices.
     """
     if isinstance(wanted, slice):
         if any(part is not None and part < 0 for part in (wanted.start, wanted.stop)) or (wanted.step or 1) < 1:
@@ -416,7 +416,7 @@ def _rows_of(data: Any, split: str, name: str) -> Iterator[Row]:
         yield from _rows_of(data(), split, name)
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
         for row in checked_rows(data, name):
-            # A copy: what a preprocessor changes in place must not come back changed in the next epoch.
+            # A copy, so that in-place changes by a preprocessor do not affect the next epoch.
             yield _cleaned(row if isinstance(data, Iterator) else copy.deepcopy(row), deep=False)
     else:
         raise _no_rows(data, name)

@@ -71,7 +71,7 @@ class FilterStage:
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Tell the filter that a new pass over the rows begins."""
+        """Reset the filter before a new pass over the rows."""
         if isinstance(self.function, Filter):
             self.function.reset()
 
@@ -174,7 +174,7 @@ def filter_stage(x: Any, init_args: Mapping[str, Any] | None, kwargs: Mapping[st
 
 
 def encode_stage(template: Any, add_generation_prompt: bool, kwargs: Mapping[str, Any]) -> EncodeStage:
-    """Return the stage of a call of `encode`, which takes `batch_size` beside."""
+    """Return the stage of a call of `encode`, which also takes `batch_size`."""
     call = EncodeCall(template, {"add_generation_prompt": add_generation_prompt})
     return EncodeStage(call, _only_batch_size("encode", kwargs))
 
@@ -190,7 +190,7 @@ def _only_batch_size(what: str, kwargs: Mapping[str, Any]) -> int:
 
 
 def _nothing() -> None:
-    """Stands for a component without arguments."""
+    """Represents a component without arguments."""
 
 
 def _read_when_asked(what: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

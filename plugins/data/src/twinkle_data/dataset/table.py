@@ -1,4 +1,4 @@
-"""Rows in Arrow memory that come back as they were put in.
+"""Stores rows in Arrow memory, and returns them unchanged.
 
 Arrow wants one type a column, gives every struct the keys of all others (as None), and knows no text beside lists. So a
 column with dicts in it is kept as JSON text, and tables are joined by the widest type of each column.
@@ -73,7 +73,7 @@ class Table:
 
 
 def from_rows(rows: Iterable[Mapping[str, Any]], source: str) -> Table:
-    """Return a table of rows; a key that a row lacks is None there."""
+    """Return a table of rows; missing keys are None."""
     from twinkle.preprocessor.base import Preprocessor
 
     tables: list[Table] = []

@@ -44,7 +44,7 @@ def map_table(table: Table, function: Callable[..., Any], what: str, drop: list[
         function: takes a dict of columns (and the row numbers with `with_indices=True`, the rank with
             `with_rank=True`, and `fn_kwargs`); returns a dict of columns of any common length.
         what: how errors name it.
-        drop: None: only the returned columns remain. Else these columns go and the others stay beside the returned
+        drop: None keeps only the returned columns. Else these columns are removed and the others kept with the returned
             ones, of which there must then be one entry a row.
         **options: of `datasets.Dataset.map`.
 
@@ -68,7 +68,7 @@ def filter_table(table: Table, function: Callable[..., Any], **options: Any) -> 
 
 
 def cast_table(table: Table, column: str, decode: bool) -> Table:
-    """Return the table with a column of images; `Dataset.cast_column` says more."""
+    """Return the table with a column of images; see `Dataset.cast_column`."""
     import datasets
 
     require_column(table, column, "cast_column")
@@ -126,7 +126,7 @@ def _run(table: Table, method: str, call: Any, options: Mapping[str, Any], **fix
 
 
 def _where(table: Table, call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where the result is written: never beside the source, and not at all for rows in memory."""
+    """Return the cache arguments of the result: never a file beside the source; no file for rows in memory."""
     if options["load_from_cache_file"]:
         from twinkle.paths import cache_dir
 
@@ -155,7 +155,7 @@ def _key(table: Table, call: Any, options: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _scratch(pid: int) -> Path:
-    """Return this process's folder for results of data sets that are themselves on disk; it goes with the process."""
+    """Return this process's folder for results of data sets on disk; it is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="twinkle-datasets-"))
     atexit.register(_remove, folder, pid)
     return folder

@@ -11,7 +11,7 @@ class CrossEntropy(Loss):
 
     w is the batch's `loss_scale` (the `weights` of a Tinker datum), which may be negative or a fraction; without one it
     is 1. The denominator, which a loop of one's own divides by, is the number of positions that have a target.
-    Positions of weight 0 are scored too, since whoever asks for this loss wants their log-probabilities.
+    Positions of weight 0 are scored too, because clients of this loss use their log-probabilities.
     """
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:

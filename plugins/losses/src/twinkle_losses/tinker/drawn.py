@@ -73,7 +73,7 @@ class Clip:
 
     @classmethod
     def checked(cls, loss: object, low: Any, high: Any) -> "Clip":
-        """Return the bounds of every token that has none of its own.
+        """Return the bounds of tokens without their own bounds.
 
         Raises:
             ArgumentError: they are no numbers of at least 0, or the wrong way round.
@@ -95,7 +95,7 @@ class Clip:
         Args:
             drawn: the batch.
             low: `clip_low_threshold` of each token, in any form of a per-row argument; None is the same for all.
-            high: likewise.
+            high: upper bound, in the same form.
 
         Raises:
             ArgumentError: a token's bounds are the wrong way round.

@@ -48,7 +48,7 @@ class Gspo(Loss):
             advantages: A, one number a token.
             sequence_ratio_mask: not 0 at the tokens whose mean ratio is the sequence's.
             clip_low_threshold: of each token; None is the loss's own.
-            clip_high_threshold: likewise.
+            clip_high_threshold: upper bound, in the same form.
 
         Raises:
             ArgumentError: an argument is missing, or its lengths do not fit.

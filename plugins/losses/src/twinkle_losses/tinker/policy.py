@@ -66,7 +66,7 @@ class Ppo(Loss):
             old_logps: q, one number a token.
             advantages: A, one number a token.
             clip_low_threshold: of each token; None is the loss's own.
-            clip_high_threshold: likewise.
+            clip_high_threshold: upper bound, in the same form.
 
         Raises:
             ArgumentError: an argument is missing, or its lengths do not fit.

@@ -38,7 +38,7 @@ class StableReinforce(Loss):
     (always 1: marks results of this formula).
 
     Args:
-        kl_coeff: weight of the KL penalty. It counts at every sampled position, whatever its advantage.
+        kl_coeff: weight of the KL penalty, which applies to every sampled position, independent of its advantage.
         weight_cap: largest weight of a sequence.
 
     Raises:

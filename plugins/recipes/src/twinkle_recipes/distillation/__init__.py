@@ -1,1 +1,1 @@
-"""What `gkd` is made of, beside its loop."""
+"""Parts of the recipe `gkd`."""

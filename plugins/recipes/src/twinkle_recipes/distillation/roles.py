@@ -131,11 +131,11 @@ def _prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prompt_length(row: Mapping[str, Any]) -> int:
-    """Return how many tokens of a row stand before its last trained answer: all of them where nothing is trained."""
+    """Return the number of tokens of a row before its last trained answer; all tokens if nothing is trained."""
     labels = row.get("labels") or ()
     first = max((place for place, label in enumerate(labels) if label != IGNORE_INDEX), default=None)
     if first is None:
         return len(row["input_ids"])
     while first > 0 and labels[first - 1] != IGNORE_INDEX:
         first -= 1
-    return first + 1  # a label stands one place before its token
+    return first + 1  # a label is one position before its token

@@ -1,1 +1,1 @@
-"""What `grpo` and `rloo` are made of, beside their loop."""
+"""Parts of the recipes `grpo` and `rloo`."""

@@ -37,7 +37,7 @@ class Answer:
 
 
 def build_sampler(config: RunConfig, settings: DrawingConfig, model: Any) -> Any:
-    """Return the sampler that `settings` name, from the trained module or with weights of its own."""
+    """Return the sampler of `settings`, on the trained module or with its own weights."""
     data = config.data
     source = {"model": model} if settings.weights == "shared" else {"model_id": config.model.id}
     sampler = config.build("sampler", settings.name, **source, **settings.args)
@@ -127,7 +127,7 @@ def _answers(responses: Sequence[Any], prompts: Sequence[Mapping[str, Any]]) -> 
 
 def _answer(sequence: SampledSequence, prompt: Mapping[str, Any], group: int) -> Answer:
     row: Any = sequence.new_input_feature
-    if row is None:  # not one token: there is something to reward, and nothing to train
+    if row is None:  # an empty answer gets a reward, but there is nothing to train
         row = {**prompt, "messages": [*prompt.get("messages", ()), {"role": "assistant", "content": ""}]}
     logps = [pairs[0][1] for pairs in sequence.logprobs or ()]
     return Answer(row, logps, sequence.decoded or "", sequence.stop_reason, group)

@@ -53,7 +53,7 @@ class Scores:
     """Rewards and advantages of some answers.
 
     Attributes:
-        total: the weighted sum of each answer's rewards; of one that is left out it says nothing.
+        total: the weighted sum of each answer's rewards; not valid for answers that are left out.
         by_name: the rewards themselves, by name.
         kept: numbers of the answers that count.
         advantages: of each of these, by its number: a number, or a tensor with one for each token.

@@ -1,1 +1,1 @@
-"""What `dpo` is made of, beside its loop."""
+"""Parts of the recipe `dpo`."""

@@ -1,4 +1,4 @@
-"""Rows in pairs: their encoding, their order, and what the reference says of them."""
+"""Rows in pairs: their encoding, their order, and their log-probabilities by the reference."""
 
 import hashlib
 import inspect
@@ -71,7 +71,7 @@ def check_loss(config: DPOConfig) -> None:
     """Refuse a loss that compares no pairs, and a reference that nothing would read.
 
     Raises:
-        ConfigError: says which of both it is.
+        ConfigError: the message names the side.
     """
     together = getattr(config.component("loss", config.loss.name), "rows_together", 1)
     if together != 2:
@@ -104,7 +104,7 @@ def build_reference(config: DPOConfig, model: Any, folder: Path, loaders: Iterab
 
 
 def _live(config: DPOConfig, model: Any) -> Reference:
-    """Return a reference that computes its numbers anew for each batch."""
+    """Return a reference that computes its log-probabilities for each batch."""
     if config.reference.id is None and config.lora is not None:
         before = as_before(config.lora)
         return lambda rows: {"ref_logps": model.forward_only(inputs=rows, **before, **config.in_memory)["logps"]}

@@ -1,1 +1,1 @@
-"""What surrounds the loop of every recipe: it begins, keeps what it made, stops and goes on."""
+"""Common parts of all recipes: start, checkpoints, stop and resumption of a run."""

@@ -28,7 +28,7 @@ _SHOWN = 5
 
 
 class Checkpoints:
-    """Saves, points and forgets.
+    """Saves checkpoints, updates the pointers `last` and `best`, and removes old checkpoints.
 
     `best` and `last` are text files that hold the name of a checkpoint folder; they are replaced in one step, after
     the folder stands whole, so they never name something half-written.
@@ -37,7 +37,7 @@ class Checkpoints:
         folder: `checkpoints` of the run; made with the first checkpoint.
         limit: how many folders stay, the newest; None keeps all. Those of `best` and `last` always stay.
         best_score: the lowest evaluation loss so far, when a run continues.
-        writes: whether this process moves pointers and forgets; of several ranks the first does.
+        writes: whether this process updates pointers and removes checkpoints: the first rank.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Checkpoints:
         return score is not None and math.isfinite(score) and score < self.best_score
 
     def save(self, step: int, score: float | None, write: Callable[..., Any]) -> Path:
-        """Save step `step`, point `last` (and, with a new lowest score, `best`) to it, and forget old ones.
+        """Save step `step`, point `last` (and, with a new lowest score, `best`) to it, and remove old ones.
 
         Args:
             step: number of the optimizer step.
@@ -111,7 +111,7 @@ def find_checkpoint(place: str) -> Path:
 
 
 def _runs_near(path: Path) -> str:
-    """Return the folders among which the one that was meant may be: those beside it, else the runs of this place."""
+    """Return folders to suggest in an error: the siblings of the path, else the runs of this folder."""
     folder = next((f for f in (path.parent, Path("runs")) if f != Path() and f.is_dir()), None)
     if folder is None:
         return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
@@ -122,19 +122,19 @@ def _runs_near(path: Path) -> str:
 
 
 def _is_seen(path: Path) -> bool:
-    """Return whether a file tells of a run: the fresh folder of this one has a hidden lock alone."""
+    """Return whether a file belongs to a run; a new run folder has only a hidden lock."""
     return not path.name.startswith(".")
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that a checkpoint lies in, or None if it lies elsewhere."""
+    """Return the run folder of a checkpoint, or None if it is not in one."""
     checkpoints = checkpoint.resolve().parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run stands before its next step; as it is, at the beginning.
+    """The progress of a run before its next step; the defaults are those of a new run.
 
     Attributes:
         done: steps already made.
@@ -158,7 +158,7 @@ def resume(config: RunConfig, model: Any, run: Run, accumulation: int = 1) -> Re
     Args:
         config: of the run.
         model: built as configured; its state is replaced.
-        run: the run that goes on, or begins.
+        run: the new or resumed run.
         accumulation: backward passes of one step, where the loop keeps no `step` in its state.
 
     Raises:
@@ -222,7 +222,7 @@ def write_config(config: RunConfig, folder: Path) -> None:
 
 @contextmanager
 def show_how_to_resume(show: Display, folder: Path, recipe: str) -> Iterator[None]:
-    """After Ctrl-C within the block, tell where the last checkpoint is and which command continues from it."""
+    """After Ctrl-C within the block, print the last checkpoint and the command that continues from it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -282,7 +282,7 @@ def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
     """Refuse the run of another recipe.
 
     Raises:
-        ConfigError: says with what this one can begin.
+        ConfigError: the run is one of another recipe; the message says how to use its result.
     """
     recipe = recipe_of(folder)
     if recipe not in (None, config.recipe):

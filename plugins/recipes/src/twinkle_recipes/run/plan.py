@@ -73,7 +73,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 
 
 def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
-    """Yield the adapter that the run begins with, and a digest of its weights: the reference depends on them."""
+    """Yield the initial adapter of the run and a digest of its weights, on which the reference depends."""
     place = config.lora.init_from if config.lora is not None else None
     weights = Path(place or "", "adapter_model.safetensors")
     if place is not None and weights.is_file():
@@ -83,10 +83,10 @@ def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
 
 
 def base_models(config: RunConfig) -> list[dict[str, str]]:
-    """Return the models that the run begins with: the `id` of each, its `fingerprint` and, of a hub's, its `commit`.
+    """Return the initial models of the run: `id`, `fingerprint` and, if from a hub, `commit` of each.
 
     Raises:
-        ConfigError: the run would go on with a model whose files were changed.
+        ConfigError: the files of a model have changed since the run began.
         TwinkleError: a model is not there, or cannot be fetched.
     """
     folders = {name: local_model(name) for name in dict.fromkeys(config.models())}
@@ -105,7 +105,7 @@ def base_models(config: RunConfig) -> list[dict[str, str]]:
 
 
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
-    """Refuse to go on in a run with files of the user's own that are not as they were; their places hold a digest."""
+    """Refuse to continue a run if the user's component files have changed; the run folder has their digests."""
     if config.run_folder is None:
         return
     earlier = {(part["kind"], part["asked"]): part["ref"] for part in parts_of(config.run_folder)}

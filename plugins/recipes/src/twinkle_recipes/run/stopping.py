@@ -57,7 +57,7 @@ class StopRequest:
         """Raise KeyboardInterrupt on every rank if any rank was asked to stop; collective.
 
         Call it where stopping is safe. An exception raised by the signal itself can arrive while a library is being
-        imported, which may swallow it or turn it into an error of its own.
+        imported, which may swallow it or turn it into another error.
         """
         if self.agreed():
             raise KeyboardInterrupt

@@ -24,7 +24,7 @@ class Entries:
         rows: the row of each entry, int64 `[N]`, ascending.
         groups: the group of each entry, int64 `[N]`.
         names: what the caller calls each group.
-        alone: whether each row is a group of its own because the caller named no groups.
+        alone: whether each row is a separate group because the caller gave no groups.
         turns: trained tokens of each turn of each row; None where the result is one number a row.
     """
 
@@ -75,7 +75,7 @@ class Entries:
         return [tokens.float() for tokens in self.tokens(values)]
 
     def tokens(self, values: Tensor) -> list[Tensor]:
-        """Return one float64 tensor a row: a token has the sum over the entries of its own turn and later ones."""
+        """Return one float64 tensor per row: each token has the sum over the entries of its turn and later ones."""
         turns = [[1]] * self.count if self.turns is None else self.turns
         found, start = [], 0
         for lengths in turns:
@@ -159,7 +159,7 @@ def listed(name: str, what: str, values: Any) -> list[Any]:
     """Return a tensor, an array or a sequence, and what is in it, as lists.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: it has none of these forms.
     """
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -170,7 +170,7 @@ def listed(name: str, what: str, values: Any) -> list[Any]:
 
 
 def check_scale(owner: object, scale: Any, known: Sequence[str], why: str = "") -> None:
-    """Raise `ArgumentError` for a scale that the estimator does not have; `why` says what to use."""
+    """Raise `ArgumentError` for a scale that the estimator does not support; `why` is the advice in the message."""
     if scale not in known:
         wanted = " or ".join(repr(one) for one in known)
         raise ArgumentError(f"{type(owner).__name__}: scale is {scale!r}; it is {wanted}{why and ': ' + why}")

@@ -77,7 +77,7 @@ class GAEAdvantage(Advantage):
         Args:
             rewards: `[B]`, earned at the last token; or B lists with one number a token; or, with `turn_lengths`, one
                 a turn, earned at its last token. A row without tokens earns nothing.
-            num_generations: not used: a value stands in for the mean of a group.
+            num_generations: not used; values replace the mean of a group.
             scale: "batch" or "none".
             values: B lists, the value before each trained token.
             last_values: `[B]`, the value after the last token of rows that were cut off; 0 where the answer has ended.

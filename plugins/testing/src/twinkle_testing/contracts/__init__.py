@@ -1,4 +1,4 @@
-"""The contract kit: for each kind of component the checks that any implementation must pass, one module a kind."""
+"""The contract kit: the checks that every implementation of a kind must pass, one module for each kind."""
 
 from twinkle_testing.contracts.report import CheckResult, ContractError, Report
 from twinkle_testing.contracts.running import Contract, check_component, checks_for, examine

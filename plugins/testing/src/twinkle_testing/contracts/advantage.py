@@ -1,4 +1,4 @@
-"""What an advantage estimator must keep: float32 for each row or token, group by group, for rewards in any form."""
+"""Contract checks of advantage estimators: float32 per row or token, independent groups, rewards in any form."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ Found: TypeAlias = "Tensor | list[Tensor]"
 
 @dataclass(kw_only=True)
 class AdvantageCase(Case):
-    """An estimator and the rewards that it gets.
+    """An estimator and its rewards.
 
     Attributes:
         rewards: one number per row.
         num_generations: rows per group.
-        scales: those that the estimator has; the others it refuses.
-        tokens: trained tokens of each row, if it gives one number a token.
+        scales: the supported values of `scale`; others are refused.
+        tokens: trained tokens of each row, if it returns one number per token.
         arguments: further keyword arguments of the call.
-        row_arguments: further ones that have one entry a row.
+        row_arguments: further keyword arguments with one entry per row.
     """
 
     kind = "advantage"
@@ -41,12 +41,12 @@ class AdvantageCase(Case):
 
 
 def call(case: AdvantageCase, rewards: Any, order: Sequence[int] | None = None, **options: Any) -> Found:
-    """Return the advantages, checked to be float32 `[B]` or one tensor a row, finite and without gradient.
+    """Return the advantages, and check that they are finite float32 `[B]` or one tensor per row, without gradient.
 
     Args:
         case: the estimator.
         rewards: one number per row.
-        order: the rows of the case that these are; by default the first ones.
+        order: indices of these rows in the case; by default the first ones.
         **options: further keyword arguments.
     """
     import torch
@@ -70,14 +70,14 @@ def call(case: AdvantageCase, rewards: Any, order: Sequence[int] | None = None, 
 
 
 def shape(case: AdvantageCase) -> None:
-    """It returns finite float32 without gradient, `[B]` or one tensor a row, for each `scale` and without one."""
+    """It returns finite float32 without gradient, `[B]` or one tensor per row, for each `scale`."""
     known = [call(case, list(case.rewards), scale=scale) for scale in case.scales]
     default = call(case, list(case.rewards))
-    require(any(same(default, found) for found in known), "without scale it is as with none of them")
+    require(any(same(default, found) for found in known), "the default of scale is none of its scales")
 
 
 def any_sequence(case: AdvantageCase) -> None:
-    """A list, a tuple, whole numbers and tensors of any float dtype give the same."""
+    """Lists, tuples, integers and tensors of any float dtype give the same advantages."""
     import torch
 
     expected = call(case, list(case.rewards))
@@ -93,7 +93,7 @@ def any_sequence(case: AdvantageCase) -> None:
 
 
 def groups_apart(case: AdvantageCase) -> None:
-    """With `scale` "group" and "none", what one group gets does not depend on another's rewards."""
+    """With `scale` "group" and "none", the advantages of a group do not depend on rewards of other groups."""
     size, rewards = case.num_generations, list(case.rewards)
     others = [*rewards[:size], *(3.0 - reward * reward for reward in rewards[size:])]
     for scale in {"group", "none"} & {*case.scales}:
@@ -103,7 +103,7 @@ def groups_apart(case: AdvantageCase) -> None:
 
 
 def order(case: AdvantageCase) -> None:
-    """Groups in another order, and rows of a group in another order, get the same advantages in that order."""
+    """If groups, or rows within a group, are reordered, the advantages are the same in the new order."""
     size, rewards = case.num_generations, list(case.rewards)
     groups = [list(range(start, start + size)) for start in range(0, len(rewards), size)]
     for rows in ([row for group in reversed(groups) for row in group], [row for g in groups for row in reversed(g)]):
@@ -115,7 +115,7 @@ def order(case: AdvantageCase) -> None:
 
 
 def better_is_higher(case: AdvantageCase) -> None:
-    """Of two rows of a group the one with the higher reward has no lower advantage."""
+    """Within a group, a row with a higher reward does not have a lower advantage."""
     size = case.num_generations
     found = [float(advantage.sum()) for advantage in call(case, list(case.rewards))]
     for row, reward in enumerate(case.rewards):
@@ -125,7 +125,7 @@ def better_is_higher(case: AdvantageCase) -> None:
 
 
 def equal_rewards(case: AdvantageCase) -> None:
-    """Equal rewards, a single group and groups of one row give finite advantages, not NaN, or the last are refused."""
+    """Equal rewards and a single group give finite advantages; groups of one row do too, or are refused."""
     size = case.num_generations
     for scale in case.scales:
         call(case, [0.5] * (2 * size), scale=scale)
@@ -136,7 +136,7 @@ def equal_rewards(case: AdvantageCase) -> None:
 
 
 def odd_sizes_refused(case: AdvantageCase) -> None:
-    """A group size that does not divide the rows, and a `scale` that it does not have, are errors."""
+    """A group size that does not divide the rows, and an unsupported `scale`, are errors."""
     rewards = list(case.rewards)
     with refusal(f"{len(rewards)} rewards in groups of {len(rewards) - 1}"):
         call(case, rewards, num_generations=len(rewards) - 1)
@@ -164,7 +164,7 @@ def rewards_left_alone(case: AdvantageCase) -> None:
 
 
 def pickle(case: AdvantageCase) -> None:
-    """It pickles."""
+    """It can be pickled."""
     pickled(case.build())
 
 

@@ -1,4 +1,4 @@
-"""One component under test, with what its example says: how to build it and which values to give it."""
+"""A component under test, with its example: how to build it, and its inputs."""
 
 import contextlib
 import copy
@@ -11,11 +11,11 @@ from twinkle.errors import ArgumentError
 
 
 class Violation(AssertionError):
-    """The component does something else than its contract says; the message says what."""
+    """The component breaks its contract; the message says how."""
 
 
 class NotApplicable(Exception):
-    """The check has no meaning for this component; the message says why."""
+    """The check does not apply to this component; the message says why."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -26,15 +26,14 @@ def require(condition: Any, message: str) -> None:
 
 @dataclass(kw_only=True)
 class Case:
-    """What every kind's example may say. A kind adds fields of its own; their names are the keys of the example.
+    """The example of a component. Each kind adds fields; their names are the keys of the example.
 
     Attributes:
         component: the class, function or instance.
         declared: the manifest's `inputs` of the component.
         folder: an empty folder for the files of the checks.
         kwargs: arguments of the constructor.
-        skip: why nothing can be checked here (a text), or the names of checks that the component does not keep, each
-            with the reason; they are reported as skipped.
+        skip: the reason to skip all checks (a text), or a mapping from names of checks to the reasons to skip them.
     """
 
     kind: ClassVar[str] = ""
@@ -46,7 +45,7 @@ class Case:
     skip: str | Mapping[str, str] = ""
 
     def build(self, **more: Any) -> Any:
-        """Return a fresh component: a class is built, an instance is copied, a function is itself.
+        """Return a fresh component: a class is built, an instance is copied, a function is returned as it is.
 
         Args:
             **more: further arguments of the constructor.
@@ -58,17 +57,17 @@ class Case:
         return _copied(self.component)
 
     def unfit(self) -> str:
-        """Return why this component cannot be checked at all, or nothing."""
+        """Return the reason why this component cannot be checked, or an empty text."""
         return self.skip if isinstance(self.skip, str) else ""
 
     @property
     def is_class(self) -> bool:
-        """Whether the kit builds instances itself."""
+        """Whether the kit builds instances of the component."""
         return isinstance(self.component, type)
 
     @property
     def name(self) -> str:
-        """How messages call the component."""
+        """Name of the component in messages."""
         return getattr(self.component, "__name__", type(self.component).__name__)
 
 
@@ -83,7 +82,7 @@ def example_keys(case: type[Case]) -> list[str]:
 
 
 def check_example(case: type[Case], example: Mapping[str, Any], what: str) -> None:
-    """Raise `ArgumentError` for a key that no check reads."""
+    """Raise `ArgumentError` for an unknown key."""
     from twinkle_registry import nearest
 
     known = example_keys(case)
@@ -96,7 +95,7 @@ def check_example(case: type[Case], example: Mapping[str, Any], what: str) -> No
 
 @contextlib.contextmanager
 def refusal(action: str) -> Iterator[None]:
-    """Pass if the block raises any ordinary error, and raise `Violation` if it does not."""
+    """Pass if the block raises any `Exception`; otherwise raise `Violation`."""
     try:
         yield
     except (NotApplicable, Violation):
@@ -109,5 +108,5 @@ def refusal(action: str) -> Iterator[None]:
 def _copied(component: Any) -> Any:
     try:
         return copy.deepcopy(component)
-    except Exception:  # whatever a class raises that cannot be copied: then all checks share the one instance
+    except Exception:  # the instance cannot be copied: all checks share it
         return component

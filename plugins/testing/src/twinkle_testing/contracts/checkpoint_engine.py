@@ -1,4 +1,4 @@
-"""What a checkpoint engine must keep: every weight arrives whole, again after again, or the receiver is told."""
+"""Contract checks of checkpoint engines: repeated, complete transfers; a failure raises in the receiver."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class CheckpointEngineCase(Case):
-    """An engine, built once in a process that plays the trainer and once in one that plays the sampler.
+    """An engine, built in one process for the trainer and in another for the sampler.
 
     Attributes:
-        start: how these processes are started; `fork` is faster, and not for devices. `here` is for an engine that
-            works within one process: both are threads of this one, and instead of being killed the trainer raises.
-        dtype: name of the dtype in which weights arrive, where it is not their own.
-        seconds: how long a transfer may take.
+        start: start method of these processes; `fork` is faster, but does not work with devices. `here` is for an
+            engine within one process: both sides are threads, and the trainer raises instead of being killed.
+        dtype: name of the dtype in which weights arrive, if it is not their own.
+        seconds: time limit of a transfer.
         bytes_a_weight: size of the largest weight; it should be larger than the engine's bucket.
     """
 
@@ -49,7 +49,7 @@ class CheckpointEngineCase(Case):
         return Side(self.component, dict(self.kwargs), self.start, self.seconds)
 
     def expected(self, seed: int) -> "list[tuple[str, Tensor]]":
-        """Return what must arrive."""
+        """Return the expected weights."""
         import torch
 
         sent = weights(seed, self.bytes_a_weight)
@@ -61,21 +61,21 @@ AnySide = Side | SideHere
 
 
 def connect(case: CheckpointEngineCase, trainer: AnySide, sampler: AnySide) -> None:
-    """Exchange metadata as the manager does, and let both join the group."""
+    """Exchange metadata like the manager, and let both sides join the group."""
     metadata = [trainer.ask("prepare"), sampler.ask("prepare")]
     topology = case.component.build_topology(1, 1, metadata)
     fine = isinstance(topology, tuple) and len(topology) == 2 and all(isinstance(part, dict) for part in topology)
     require(fine, f"build_topology() gave {shown(topology)}; return the arguments of trainer and of sampler ranks")
     for side, part in zip((trainer, sampler), topology, strict=True):
         counts = {name: len(values) for name, values in part.items()}
-        require(set(counts.values()) <= {1}, f"build_topology(1, 1) gave lists of {counts}; one entry a rank")
+        require(set(counts.values()) <= {1}, f"build_topology(1, 1) gave lists of {counts}; give one entry per rank")
         side.tell("init_process_group", {name: values[0] for name, values in part.items()})
     trainer.answer()
     sampler.answer()
 
 
 def transfer(case: CheckpointEngineCase, trainer: AnySide, sampler: AnySide, seed: int) -> list[Any]:
-    """Send the weights of a seed, and return what arrived."""
+    """Send the weights of a seed, and return the received ones."""
     sampler.tell("receive", None)
     trainer.tell("send", (seed, case.bytes_a_weight))
     trainer.answer()
@@ -98,7 +98,7 @@ def compare(case: CheckpointEngineCase, found: list[Any], seed: int, what: str) 
 
 
 def round_trip(case: CheckpointEngineCase) -> None:
-    """Every weight arrives under its name, in order, with dtype, shape and numbers; scalars, empty and strided too."""
+    """Every weight arrives in order with name, dtype, shape and values, also scalar, empty and strided ones."""
     with case.sides() as (trainer, sampler):
         compare(case, transfer(case, trainer, sampler, 1), 1, "")
 
@@ -111,7 +111,7 @@ def repeated(case: CheckpointEngineCase) -> None:
 
 
 def finalized(case: CheckpointEngineCase) -> None:
-    """After `finalize` it can be prepared again, for the next step of a run; `finalize` may be called twice."""
+    """After `finalize` it can be prepared again; `finalize` may be called twice."""
     with case.sides() as (trainer, sampler):
         for seed in (1, 2):
             if seed == 2:
@@ -135,9 +135,7 @@ def killed_in_the_middle(case: CheckpointEngineCase) -> None:
             raise Violation(f"{case.seconds:g} s after the trainer was killed the sampler still waited") from error
         else:
             whole = len(case.expected(1))
-            raise Violation(
-                f"the trainer was killed, and the sampler ended as if {len(found)} of {whole} weights were all"
-            )
+            raise Violation(f"the trainer was killed, but the sampler accepted {len(found)} of {whole} weights")
     with case.sides() as (trainer, sampler):
         compare(case, transfer(case, trainer, sampler, 2), 2, "after a transfer that was killed,")
 

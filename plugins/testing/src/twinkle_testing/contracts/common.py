@@ -1,4 +1,4 @@
-"""What every component is held to, whatever its kind."""
+"""Contract checks of every kind."""
 
 import inspect
 import pickle
@@ -11,26 +11,26 @@ _WRONG = "no_such_argument"
 
 def docstring(case: Case) -> None:
     """It has a docstring."""
-    require(inspect.getdoc(case.component), "it has no docstring; say in one line what it is")
+    require(inspect.getdoc(case.component), "it has no docstring; describe it in one line")
 
 
 def unknown_argument(case: Case) -> None:
     """Its constructor refuses unknown arguments with an error that names them."""
     if not case.is_class or getattr(case, "make", None) is not None:
-        raise NotApplicable("the kit does not call its constructor")
+        raise NotApplicable("the kit does not build it")
     try:
         case.build(**{_WRONG: 1})
-    except Exception as error:  # which error is the component's choice; what it says is not
+    except Exception as error:  # any error type is allowed, but its message must name the argument
         require(
             _WRONG in str(error),
             f"given {_WRONG}=1 the constructor said {type(error).__name__}: {error}; it must name the argument",
         )
         return
-    require(False, f"the constructor took {_WRONG}=1 without a word; name the parameters and leave **kwargs out")
+    require(False, f"the constructor accepted {_WRONG}=1; declare its parameters without **kwargs")
 
 
 def pickled(component: Any) -> Any:
-    """Return the component as another process gets it."""
+    """Return the component after pickling and unpickling."""
     try:
         return pickle.loads(pickle.dumps(component))
     except Exception as error:  # pickle raises whatever the object's parts raise

@@ -1,4 +1,4 @@
-"""Conversations that checks are made with: short, of several turns, and with texts that models do write."""
+"""Conversations for checks: short, of several turns, and with typical texts of models."""
 
 import json
 from typing import Any
@@ -18,11 +18,11 @@ ODD_TEXTS = (
     "x" * 5000,
     "(" * 2000,
 )
-"""Answers that a model may well give."""
+"""Typical answers of models."""
 
 
 def trajectories() -> list[dict[str, Any]]:
-    """Return four conversations whose last turn is to be scored; the truth stands in `user_data`."""
+    """Return four conversations to score; the reference answer is in `user_data`."""
     return [
         answered("What is 2 + 3?", "2 + 3 is \\boxed{5}.", "5"),
         answered("What is 4 * 5?", "It is 21.\n#### 21", "20"),

@@ -1,4 +1,4 @@
-"""What a data loader must keep: each row once an epoch, a true length, and a state that continues with the next row."""
+"""Contract checks of data loaders: each row once per epoch, the correct length, exact resumption."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ def _rows() -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class DataLoaderCase(Case):
-    """A data loader over rows that can be told apart.
+    """A data loader over distinct rows.
 
     Attributes:
         rows: the rows; by default eleven, in batches of four.
-        shuffle: the argument that makes it permute the rows; empty where it cannot.
+        shuffle: name of the argument that makes it permute the rows; empty if it has none.
     """
 
     kind = "dataloader"
@@ -68,11 +68,13 @@ def repeatable(case: DataLoaderCase) -> None:
             torch.manual_seed(seed)
             loader = case.loaders()[which]
             found.append([epoch(loader), epoch(loader)])
-        require(found[0] == found[1], "two loaders of the same arguments give other batches; take a seed of your own")
+        require(
+            found[0] == found[1], "two loaders with the same arguments give different batches; use a seed of its own"
+        )
 
 
 def resumed(case: DataLoaderCase) -> None:
-    """After `resume_from_checkpoint` with a state exactly the rows that come next follow, in later epochs too."""
+    """After `resume_from_checkpoint` exactly the remaining rows follow, also in later epochs."""
     for which in range(len(case.loaders())):
         whole = case.loaders()[which]
         expected = [batch for _ in range(3) for batch in epoch(whole)]
@@ -91,7 +93,7 @@ def resumed(case: DataLoaderCase) -> None:
 
 
 def counts_rows(case: DataLoaderCase) -> None:
-    """`get_state` counts the rows handed out, the short last batch by its size."""
+    """`get_state` counts the rows that were yielded, including a short last batch."""
     loader = case.build()
     total = sum(len(batch) for batch in loader)
     state = loader.get_state()
@@ -103,7 +105,7 @@ CHECKS = (every_row_once, length, repeatable, resumed, counts_rows)
 
 
 def _state_after(loader: Any, batches: int) -> dict[str, int]:
-    """Return the state after so many batches, over the ends of epochs."""
+    """Return the state after a number of batches, across epochs."""
     seen = 0
     while True:
         for _ in loader:

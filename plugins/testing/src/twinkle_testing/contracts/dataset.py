@@ -1,4 +1,4 @@
-"""What a data set must keep: rows by number with an end, or a stream that is the same each time and for any workers."""
+"""Contract checks of data sets: rows by index, or a stream that is repeatable with any number of workers."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ class DatasetCase(Case):
     """A data set of known rows.
 
     Attributes:
-        make: returns the data set, where it is not built with `dataset_meta=` or `kwargs`.
-        rows: what it holds, in order, if that is known; by default seven rows, given as `dataset_meta`.
+        make: returns the data set, if it is not built with `dataset_meta=` or `kwargs`.
+        rows: its rows, in order, if known; by default seven rows, passed as `dataset_meta`.
     """
 
     kind = "dataset"
@@ -38,13 +38,13 @@ class DatasetCase(Case):
         return super().build(**more)
 
     def expected(self) -> list[dict[str, Any]] | None:
-        """Return the rows that it must hold, if they are known."""
+        """Return the expected rows, if known."""
         if self.rows is not None:
             return [dict(row) for row in self.rows]
         return None if self.make or self.kwargs or not self.is_class else _rows()
 
     def sized(self) -> Any:
-        """Return the data set if it is one of rows by number."""
+        """Return the data set if it has rows by index."""
         from twinkle.dataset.protocol import StreamLike
 
         found = self.build()
@@ -58,12 +58,12 @@ class DatasetCase(Case):
 
         found = self.build()
         if not isinstance(found, StreamLike):
-            raise NotApplicable("it is no stream: its rows have numbers")
+            raise NotApplicable("it is not a stream")
         return found
 
 
 def rows_by_number(case: DatasetCase) -> None:
-    """It has a length, and a row for each number below it, the rows expected if they are known."""
+    """It has a length and a row for each index below it; the rows equal the expected ones, if given."""
     dataset = case.sized()
     length = len(dataset)
     require(length > 0, "it is empty; give rows in its example")
@@ -92,7 +92,7 @@ def same_again(case: DatasetCase) -> None:
     length = len(dataset)
     forwards = [dataset[number] for number in range(length)]
     backwards = [dataset[number] for number in reversed(range(length))]
-    require(same(list(reversed(backwards)), forwards), "read backwards its rows are others")
+    require(same(list(reversed(backwards)), forwards), "read backwards it gives other rows")
 
 
 def iterates(case: DatasetCase) -> None:
@@ -100,11 +100,11 @@ def iterates(case: DatasetCase) -> None:
     dataset = case.sized()
     rows = [dataset[number] for number in range(len(dataset))]
     for _ in range(2):
-        require(same(list(iter(dataset)), rows), "iterating gives other rows than the numbers do")
+        require(same(list(iter(dataset)), rows), "iteration gives other rows than indexing")
 
 
 def stream_repeats(case: DatasetCase) -> None:
-    """A stream gives the same rows each time it is read, those expected if they are known."""
+    """A stream gives the same rows each time it is read; they equal the expected ones, if given."""
     first, second = ([row for chunk in case.stream().chunks() for row in chunk] for _ in range(2))
     dataset = case.stream()
     third, fourth = ([row for chunk in dataset.chunks() for row in chunk] for _ in range(2))
@@ -112,7 +112,7 @@ def stream_repeats(case: DatasetCase) -> None:
 
 
 def stream_divides(case: DatasetCase) -> None:
-    """What several workers read, taken in turn, is what one reads."""
+    """The chunks of several workers, in turn, are the rows of a single worker."""
     alone = list(case.stream().in_order(case.stream().chunks()))
     expected = case.expected()
     require(
@@ -127,7 +127,7 @@ def stream_divides(case: DatasetCase) -> None:
         found = list(dataset.in_order(in_turn))
         require(
             same(found, alone),
-            f"{workers} workers give {len(found)} rows, in turn other ones than one worker's {len(alone)}",
+            f"{workers} workers give {len(found)} rows that differ from the {len(alone)} rows of one worker",
         )
 
 

@@ -1,4 +1,4 @@
-"""What an engine must keep: independent operations, exact steps, state that comes back, samples of its own model."""
+"""Contract checks of engines: independent operations, exact steps, saved state, correct samples."""
 
 from twinkle_testing.contracts.engine_case import EngineCase
 from twinkle_testing.contracts.engine_sampling import (

@@ -61,7 +61,7 @@ class EngineCase(Case):
 
     @cached_property
     def tiny(self) -> Path:
-        """The folder of the tiny model; its weights are large, so that its choices are clear."""
+        """The folder of the tiny model; its weights are large, so that the most probable tokens are unambiguous."""
         from twinkle.hub.quiet import quiet_transformers
         from twinkle_testing.models import tiny_model
 
@@ -74,7 +74,7 @@ class EngineCase(Case):
         return self.model_id or self.kwargs.get("model_id") or self.tiny
 
     def build(self, **more: Any) -> Any:
-        """Return an engine; the first one is that of all checks, since building one means to load a model."""
+        """Return an engine; the first one is shared by all checks, because building one loads a model."""
         if not self.is_class:
             return self.component
         built = super().build(**{"model_id": str(self.place), **more})
@@ -89,7 +89,7 @@ class EngineCase(Case):
 
     @cached_property
     def info(self) -> EngineInfo:
-        """What it says that it supports."""
+        """The features that the engine declares."""
         info: EngineInfo = self.engine.describe()
         return info
 
@@ -256,11 +256,11 @@ def token_nll(inputs: Any, outputs: Any) -> LossOutput:
 
 
 class LossFailed(Exception):
-    """What the failing loss raises."""
+    """The error of the failing loss."""
 
 
 def failing(inputs: Any, outputs: Any) -> LossOutput:
-    """Raise an error, as a loss of a client may."""
+    """Raise an error, like a faulty loss."""
     raise LossFailed("this loss fails")
 
 
@@ -294,7 +294,7 @@ def apart(one: Sequence["Tensor"], two: Sequence["Tensor"]) -> float:
 
 
 def moved(before: Mapping[str, "Tensor"], after: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Return how far each weight has moved."""
+    """Return the change of each weight."""
     require(before.keys() == after.keys(), "export() gives other names than before")
     return {name: after[name].double() - before[name].double() for name in before}
 
@@ -307,7 +307,7 @@ def largest(update: Mapping[str, "Tensor"]) -> float:
 def near(
     case: EngineCase, one: Mapping[str, "Tensor"], two: Mapping[str, "Tensor"], what: str, of: float = 1.0
 ) -> None:
-    """Require that an update is `of` times another one, within the precision."""
+    """Require that an update is a multiple of another one, within the precision."""
     far = max(float((one[name] - of * two[name]).abs().max()) for name in one)
     scale = abs(of) * largest(two)
     require(scale > 0, f"{what}: the weights did not move")

@@ -1,4 +1,4 @@
-"""What an engine must keep in sampling: tokens of its own model, seeds, lengths, progress, versions that stay."""
+"""Contract checks of engines, sampling: correct tokens, seeds, lengths, progress, constant versions."""
 
 import math
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What an engine must keep of an adapter's state: snapshots, exports, paging, and files that are damaged."""
+"""Contract checks of engines, state: snapshots, exports, paging, and damaged files."""
 
 import json
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ def snapshots(case: EngineCase) -> None:
     folder, empty = case.written(copied), case.written(bare)
     require(case.engine.read_spec(folder) == case.spec(), f"read_spec() gave {shown(case.engine.read_spec(folder))}")
     again = case.restored(folder)
-    require(same_bits(go_on(again), after), "training goes on otherwise from a restored snapshot")
+    require(same_bits(go_on(again), after), "training continues differently from a restored snapshot")
     require(norms[0] == norms[1], f"the first step has the norm {norms[0]}, and {norms[1]} from the snapshot")
     case.refused_step(Step(case.restored(empty)), "a step from a snapshot with gradient=False")
 
@@ -60,7 +60,7 @@ def exports(case: EngineCase) -> None:
         require((folder / name).is_file(), f"an export has no {name}")
     config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     base = config.get("base_model_name_or_path")
-    require(base == "base-model", f"base_model_name_or_path is {base!r}; export() was told 'base-model'")
+    require(base == "base-model", f"base_model_name_or_path is {base!r}; export() was called with 'base-model'")
     require(config.get("r") == case.spec().rank, f"r is {config.get('r')!r}; the rank is {case.spec().rank}")
     case.engine.load(other, folder)
     require(

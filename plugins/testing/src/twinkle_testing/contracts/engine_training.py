@@ -1,4 +1,4 @@
-"""What an engine must keep in training: independent operations, exact steps, failures that harm nobody else."""
+"""Contract checks of engines, training: independent operations, exact steps, isolated failures."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def description(case: EngineCase) -> None:
     odd = sorted(info.features - set(get_args(Feature)))
     require(not odd, f"features has {odd}; there are {', '.join(get_args(Feature))}")
     require(
-        info.tokenizer is None or Path(info.tokenizer).is_dir(), f"tokenizer is {info.tokenizer}, which is no folder"
+        info.tokenizer is None or Path(info.tokenizer).is_dir(), f"tokenizer is {info.tokenizer}, which is not a folder"
     )
     as_json(list(map(dict, info.paths)), "paths")
     last = info.vocabulary - 1
@@ -229,7 +229,7 @@ def failures(case: EngineCase) -> None:
     failed = [isinstance(result, OperationError) for result in results]
     require(failed == [False, True, False], f"with a failing loss at index 1, the failures are {failed}")
     error = results[1]
-    require(error.adapter == hit.name, f"the error says the adapter {error.adapter!r}, not {hit.name!r}")
+    require(error.adapter == hit.name, f"the error names the adapter {error.adapter!r}, not {hit.name!r}")
     causes = [error.error, error.error.__cause__]
     require(
         any(isinstance(cause, LossFailed) for cause in causes), f"the error is {error.error!r}, not that of the loss"
@@ -254,7 +254,7 @@ def inputs_left_alone(case: EngineCase) -> None:
 
 
 def norms(case: EngineCase) -> None:
-    """The norm is that of the true gradient: doubled, divided by the denominators, and bounded where asked."""
+    """The norm is that of the gradient: it scales with it, and follows `divide` and `max_grad_norm`."""
     rows = case.rows()
     single, double, divided, clipped = (case.adapter(linear=True) for _ in range(4))
     before = case.weights(single)

@@ -1,4 +1,4 @@
-"""What an environment must keep: episodes that begin afresh, answers of one form, tools that a model can call."""
+"""Contract checks of environments: independent episodes, valid step results, valid tools."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ Action = tuple[str, Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class EnvCase(Case):
-    """An environment and what is done in it.
+    """An environment and actions in it.
 
     Attributes:
         actions: actions of an episode, as (tool name, arguments); by default each tool once.
         trajectory: start of an episode.
-        seeded: whether equal actions lead to equal answers; False where the world is random.
+        seeded: whether equal actions give equal results; False if the environment is random.
     """
 
     kind = "env"
@@ -30,7 +30,7 @@ class EnvCase(Case):
     seeded: bool = True
 
     def episode(self, env: Any) -> list[Any]:
-        """Play an episode to its end or to the last action, and return the answers, each checked."""
+        """Run an episode to its end or to the last action, and return the checked results."""
         steps = [env.reset(self.trajectory)]
         for name, arguments in self.actions if self.actions is not None else _actions(env):
             if steps[-1].done:
@@ -42,12 +42,12 @@ class EnvCase(Case):
 
 
 def answers(case: EnvCase) -> None:
-    """`reset` and `step` answer with a `StepResult`: text, a finite reward, True or False, a dict."""
+    """`reset` and `step` return a `StepResult` with text, a finite reward, a bool and a dict."""
     case.episode(case.build())
 
 
 def tools(case: EnvCase) -> None:
-    """`tools` lists what acts on it, each with a schema that a model can read, under distinct names."""
+    """`tools` returns tools with valid schemas and distinct names."""
     found = case.build().tools()
     require(isinstance(found, list), f"tools() gave {shown(found)}; return a list")
     names = []
@@ -59,9 +59,9 @@ def tools(case: EnvCase) -> None:
 
 
 def begins_afresh(case: EnvCase) -> None:
-    """After `reset` the same actions get the same answers."""
+    """After `reset` the same actions give the same results."""
     if not case.seeded:
-        raise NotApplicable("its example says seeded=False: the world is random")
+        raise NotApplicable("its example has seeded=False: the environment is random")
     env = case.build()
     first, second = (_plain(case.episode(env)) for _ in range(2))
     require(same(first, second), f"the first episode gave {shown(first, 300)}, the second {shown(second, 300)}")
@@ -70,7 +70,7 @@ def begins_afresh(case: EnvCase) -> None:
 def worlds_apart(case: EnvCase) -> None:
     """Two environments are independent, also if their steps are interleaved."""
     if not case.seeded:
-        raise NotApplicable("its example says seeded=False: the world is random")
+        raise NotApplicable("its example has seeded=False: the environment is random")
     single, one, two = case.build(), case.build(), case.build()
     single.reset(case.trajectory)
     alone = _plain(case.episode(single))

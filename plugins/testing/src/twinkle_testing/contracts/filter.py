@@ -1,4 +1,4 @@
-"""What a filter must keep: True or False for each row, nothing of the row changed, the same again after `reset`."""
+"""Contract checks of filters: True or False for each row, unchanged rows, `reset` clears the state."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ def _rows() -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class FilterCase(Case):
-    """A filter and the rows that it judges.
+    """A filter and its rows.
 
     Attributes:
         rows: rows to keep or drop; by default six conversations, the last one equal to the first.
-        kept: the expected answers, one a row, if they are known.
+        kept: the expected results, one per row, if known.
     """
 
     kind = "filter"
@@ -31,7 +31,7 @@ class FilterCase(Case):
 
 
 def call(component: Any, rows: Sequence[Any]) -> list[bool]:
-    """Return the answers of one pass, checked to be truth values."""
+    """Return the results of one pass, and check that they are bools."""
     found = [component(copy.deepcopy(row)) for row in rows]
     for row, answer in enumerate(found):
         require(type(answer) is bool, f"row {row} got {shown(answer)}; return True or False")
@@ -39,7 +39,7 @@ def call(component: Any, rows: Sequence[Any]) -> list[bool]:
 
 
 def decision(case: FilterCase) -> None:
-    """It answers each row with True or False, as expected if that is known."""
+    """It returns True or False for each row; the results equal the expected ones, if given."""
     found = call(case.build(), case.rows)
     if case.kept is not None:
         require(found == list(case.kept), f"it answered {found}; the example expects {list(case.kept)}")
@@ -51,28 +51,29 @@ def second_pass(case: FilterCase) -> None:
     first = call(component, case.rows)
     getattr(component, "reset", lambda: None)()
     second = call(component, case.rows)
-    require(first == second, f"the first pass gave {first}, the second {second}; forget the rows seen in reset()")
-
-
-def apart(case: FilterCase) -> None:
-    """Two filters are independent: the rows that one has seen do not change the answers of the other."""
-    alone = call(case.build(), case.rows)
-    one, two = case.build(), case.build()
-    call(one, case.rows)
     require(
-        call(two, case.rows) == alone, "another instance's rows changed its answers; keep what it remembers in self"
+        first == second,
+        f"the first pass gave {first}, the second {second}; reset() must clear the rows that it has seen",
     )
 
 
+def apart(case: FilterCase) -> None:
+    """Two filters are independent: the rows that one has seen do not change the results of the other."""
+    alone = call(case.build(), case.rows)
+    one, two = case.build(), case.build()
+    call(one, case.rows)
+    require(call(two, case.rows) == alone, "the rows of another instance changed its results; keep its state in self")
+
+
 def rows_left_alone(case: FilterCase) -> None:
-    """It changes no row."""
+    """It does not change the rows."""
     component = case.build()
     for row in case.rows:
         left_alone(component, copy.deepcopy(dict(row)), "the row")
 
 
 def pickle(case: FilterCase) -> None:
-    """It pickles, so that several processes can filter, and answers the same there."""
+    """It can be pickled for filtering in several processes, and gives the same results there."""
     component = case.build()
     copied = pickled(component)
     require(call(copied, case.rows) == call(component, case.rows), "after pickling it gives other answers")

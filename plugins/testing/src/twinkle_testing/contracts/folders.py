@@ -1,4 +1,4 @@
-"""The plugin of a folder: its package is imported from there, whatever is installed; so is a repository of a Hub."""
+"""Plugins in folders: their package is imported from the folder, even if another one is installed."""
 
 import hashlib
 import sys
@@ -13,15 +13,15 @@ from twinkle_registry import MANIFEST_NAME, Manifest, PluginRecord, read_manifes
 
 
 def plugin_in(folder: Path) -> PluginRecord:
-    """Return the plugin whose manifest lies in a folder, in a package of it or of its `src/`.
+    """Return the plugin whose manifest is in a folder, in a package in it, or in one of its `src/`.
 
-    An installed plugin of the same name gives way to it in this process.
+    In this process it replaces an installed plugin of the same name.
 
     Args:
         folder: a project, a package, or a repository of a Hub with the manifest at its top.
 
     Raises:
-        ComponentNotFound: it holds no plugin, or several; or its package cannot be imported from there.
+        ComponentNotFound: the folder has no plugin or several, or the package cannot be imported from there.
         ManifestError: the manifest cannot be read, or has problems.
     """
     from twinkle._registry import registry
@@ -44,7 +44,7 @@ def manifest_in(folder: Path) -> Path:
     """Return the one manifest of a folder, a package in it, or a package of its `src/`; nothing is imported.
 
     Raises:
-        ComponentNotFound: there is none, or there are several.
+        ComponentNotFound: there is no manifest, or there are several.
     """
     places = [p for pattern in ("", "*/", "src/*/") for p in sorted(folder.glob(pattern + MANIFEST_NAME))]
     if not places:
@@ -74,18 +74,18 @@ def _added(manifest: Manifest, root: str, path: Path) -> PluginRecord:
 
 
 def _is_repository(folder: Path) -> bool:
-    """Say whether a folder with a manifest at its top is no package that Python would import by its name."""
+    """Return whether a folder with a manifest at its top cannot be imported as a package by its name."""
     return not folder.name.isidentifier() or not (folder / "__init__.py").is_file()
 
 
 class _RepositoryFinder:
-    """Imports repositories as packages under names of their own, as code from a Hub is, when they are first used."""
+    """Imports repositories as packages under unique names, like code from a Hub."""
 
     folders: ClassVar[dict[str, Path]] = {}
 
     @classmethod
     def name_of(cls, folder: Path) -> str:
-        """Return the name under which the repository in a folder is imported from now on."""
+        """Register the repository in a folder, and return the name under which it is imported."""
         word = "".join(c if c.isascii() and c.isalnum() else "_" for c in folder.name)
         name = f"twinkle_repository_{word}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
         cls.folders[name] = folder
@@ -95,7 +95,7 @@ class _RepositoryFinder:
 
     @classmethod
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Return where a repository is; what lies below it Python finds by its path."""
+        """Return the spec of a repository; Python finds its submodules by the path."""
         folder = cls.folders.get(fullname)
         if folder is None:
             return None
@@ -108,7 +108,7 @@ class _RepositoryFinder:
 
 
 def _make_importable(package: Path) -> None:
-    """Let the package be imported from its folder, in this process."""
+    """Make this process import the package from its folder."""
     place = str(package.parent)
     if place not in sys.path:
         sys.path.insert(0, place)

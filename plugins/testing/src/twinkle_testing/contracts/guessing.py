@@ -1,4 +1,4 @@
-"""Of which kind something is that no manifest lists: what its base class says."""
+"""Infers the kind of a component that no manifest lists, from its base classes."""
 
 from typing import Any
 
@@ -15,19 +15,21 @@ def kinds_of(thing: Any) -> list[str]:
 
 
 def kind_of(thing: Any, asked: str) -> str:
-    """Return the kind of something.
+    """Return the kind of a class or instance.
 
     Raises:
-        ArgumentError: its base classes do not say it.
+        ArgumentError: its base classes do not determine the kind.
     """
     fitting = kinds_of(thing)
     if not fitting:
-        raise ArgumentError(f"{asked} does not say by a base class what it is; give its kind: --kind loss")
+        raise ArgumentError(
+            f"the kind of {asked} cannot be inferred from its base classes; give it with --kind, such as --kind loss"
+        )
     return fitting[0]
 
 
 def _imported(contract: str) -> Any:
-    """Return a contract that is imported already, as that of a class is; else None."""
+    """Return a contract if its module is already imported; else None."""
     import sys
 
     module, _, name = contract.partition(":")

@@ -1,4 +1,4 @@
-"""What a hub must keep: rows and folders behind a reference, the same each time, and errors that name it."""
+"""Contract checks of hubs: repeatable data sets and models, and errors that name the reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ _UNKNOWN = "no-such-owner/no-such-name-at-all"
 
 @dataclass(kw_only=True)
 class HubCase(Case):
-    """A hub and references that it knows.
+    """A hub and valid references.
 
     Attributes:
         scheme: scheme of its references, such as `hf`.
@@ -37,7 +37,7 @@ class HubCase(Case):
         return reference
 
     def unknown(self) -> str:
-        """Return a reference that nothing stands behind."""
+        """Return a reference of an object that does not exist."""
         scheme = self.scheme or (self.model or self.dataset).partition("://")[0]
         if not scheme:
             raise NotApplicable("its example names no scheme")
@@ -45,7 +45,7 @@ class HubCase(Case):
 
 
 def dataset_rows(case: HubCase) -> None:
-    """A data set is rows, each a dict, the same each time it is loaded."""
+    """A data set consists of rows, each a dict, the same each time it is loaded."""
     reference = case.known("dataset")
     first, second = (case.build().load_dataset(reference, **case.options) for _ in range(2))
     require(len(first) > 0, f"{reference} has no rows")
@@ -55,13 +55,13 @@ def dataset_rows(case: HubCase) -> None:
 
 
 def model_files(case: HubCase) -> None:
-    """A model is a local folder or file that exists, the same when it is asked for again."""
+    """`download_model` returns an existing local folder or file, the same each time."""
     reference = case.known("model")
     first, second = (case.build().download_model(reference) for _ in range(2))
     require(
         isinstance(first, Path) and first.exists(), f"download_model() gave {shown(first)}; return an existing Path"
     )
-    require(first == second, f"asked again it gave {second} instead of {first}")
+    require(first == second, f"the second call gave {second} instead of {first}")
 
 
 def unknown_reference(case: HubCase) -> None:
@@ -74,7 +74,7 @@ def unknown_reference(case: HubCase) -> None:
             found = call(reference)
         except TwinkleError as error:
             require(_UNKNOWN.rpartition("/")[2] in str(error), f"{what}({reference!r}) says: {error}; it must name it")
-        except Exception as error:  # whatever the hub lets out
+        except Exception as error:  # any other exception
             require(
                 False, f"{what}({reference!r}) raised {type(error).__name__}: {error}; raise an error of twinkle.errors"
             )

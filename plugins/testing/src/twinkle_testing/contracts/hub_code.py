@@ -1,4 +1,4 @@
-"""What a repository on a Hub offers to the kit: what its manifest lists, or the classes of its `__init__.py`."""
+"""The components of a repository on a Hub: those in its manifest, or the classes of its `__init__.py`."""
 
 import importlib
 import inspect
@@ -12,16 +12,16 @@ from twinkle_testing.contracts.guessing import kind_of, kinds_of
 
 
 def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
-    """Return what a reference names as pairs (component, kind).
+    """Return the components that a reference names, as pairs (component, kind).
 
     Args:
         text: `scheme://repo`, with `@revision` and `#Name` or without.
-        kind: what it is, where the repository has no manifest; else every kind is returned.
+        kind: its kind, if the repository has no manifest.
 
     Raises:
-        NotTrusted: nobody allowed this code to run.
-        ComponentNotFound: it offers nothing, or nothing of that name.
-        ArgumentError: it has no manifest, and a base class does not say what the named object is.
+        NotTrusted: the code is not trusted.
+        ComponentNotFound: the repository has no component, or none of that name.
+        ArgumentError: it has no manifest, and the base classes of the named object do not determine its kind.
     """
     from twinkle._registry import registry
     from twinkle_registry.importing import import_object
@@ -56,7 +56,7 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
 
 
 def _own_components(module: ModuleType) -> list[tuple[str, str]]:
-    """Return name and kind of each class that was written in the repository and can be built."""
+    """Return name and kind of each concrete class that the repository defines."""
     return [
         (name, kinds_of(value)[0])
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""What a kernel must keep: the numbers and gradients of what it replaces, in every precision and layout."""
+"""Contract checks of kernels: numbers and gradients of the replaced function, in every dtype and layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ _TOLERANCES = {"torch.float64": 1e-9, "torch.float32": 1e-5, "torch.bfloat16": 2
 
 @dataclass(kw_only=True)
 class KernelCase(Case):
-    """A kernel, what it replaces, and the arguments that both are called with.
+    """A kernel, the function or layer that it replaces, and the arguments of both.
 
     Attributes:
         reference: the function or module that the kernel replaces.
-        arguments: positional arguments of a call, or a function that returns them; fractions are differentiated.
-        call: takes the built component and returns what is called; by default the component itself.
-        dtypes: names of the dtypes that it takes.
+        arguments: positional arguments of a call, or a function that returns them; floats are differentiated.
+        call: takes the built component and returns the function to call; by default the component itself.
+        dtypes: names of the supported dtypes.
         differentiable: whether it has a backward.
-        tolerance: how far its numbers may be from the reference's, relative and absolute; by default by dtype.
+        tolerance: relative and absolute tolerance of the comparison; by default depends on the dtype.
     """
 
     kind = "kernel"
@@ -36,17 +36,17 @@ class KernelCase(Case):
     tolerance: float | None = field(default=None)
 
     def unfit(self) -> str:
-        """Ask for a reference: without one there is nothing to compare with."""
-        missing = "its example gives no reference= (what it replaces) and arguments= (what both are called with)"
+        """Require a reference to compare with."""
+        missing = "its example has no reference= (the function that it replaces) and arguments= (the arguments of both)"
         return super().unfit() or ("" if self.reference is not None and self.arguments else missing)
 
     def ready(self) -> Callable[..., Any]:
-        """Return what is called."""
+        """Return the function to call."""
         built = self.build()
         return self.call(built) if self.call else built
 
     def given(self, dtype: str = "float32") -> list[Any]:
-        """Return fresh arguments, fractions in `dtype`."""
+        """Return fresh arguments, floats in `dtype`."""
         import torch
 
         values = self.arguments() if callable(self.arguments) else self.arguments
@@ -64,7 +64,7 @@ class KernelCase(Case):
 
 
 def numbers(case: KernelCase) -> None:
-    """It computes the numbers of the replaced layer or function, in each supported dtype."""
+    """Its results equal those of the replaced layer or function, in each supported dtype."""
     for dtype in case.dtypes:
         arguments = case.given(dtype)
         case.near(case.ready()(*arguments), _reference(case)(*case.given(dtype)), dtype, "the result")

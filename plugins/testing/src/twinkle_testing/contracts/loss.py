@@ -1,4 +1,4 @@
-"""What a loss must keep: an exact sum and denominator, whatever the padding, the masking and the split of the rows."""
+"""Contract checks of losses: sum and denominator are exact for any padding, masking and split of the rows."""
 
 import inspect
 import math
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 _ROWS, _WIDTH, _VOCABULARY = 4, 6, 11
 _IGNORED = -100
-_TOLERANCE = 1e-9  # of float64 sums of a few dozen terms that may be added in any order
+_TOLERANCE = 1e-9  # for float64 sums of a few dozen terms in any order
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of a loss gets.
+    """The arguments of one call of a loss.
 
     Attributes:
         inputs: the collated batch; tensors begin with the dimension of the rows.
-        outputs: what the forward made; those with fractions are differentiated.
+        outputs: outputs of the forward; those of a float dtype are differentiated.
         arguments: per-row arguments of the call.
     """
 
@@ -35,7 +35,7 @@ class Batch:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def mapped(self, change: Any) -> "Batch":
-        """Return the batch with `change(name, tensor)` in the place of each tensor."""
+        """Return the batch with each tensor replaced by `change(name, tensor)`."""
         parts = [
             {name: change(name, value) if _is_tensor(value) else value for name, value in part.items()}
             for part in (self.inputs, self.outputs, self.arguments)
@@ -43,19 +43,20 @@ class Batch:
         return Batch(*parts)
 
     def rows(self, chosen: Any) -> "Batch":
-        """Return some of the rows, which are a slice or a list of numbers."""
+        """Return some of the rows, given as a slice or a list of indices."""
         return self.mapped(lambda name, tensor: tensor[chosen] if tensor.dim() else tensor)
 
 
 @dataclass(kw_only=True)
 class LossCase(Case):
-    """A loss and the batch it is called with.
+    """A loss and its batch.
 
     Attributes:
-        inputs: the collated batch, tensors with one entry a row; by default `labels` `[4, 6]` with -100 among them
-            (more rows where the loss's `rows_together` asks for them).
-        outputs: what the forward gives, one entry a row; by default `logps` and whatever the class attributes ask for.
-        row_inputs: per-row arguments of the call; by default made from the manifest's `inputs`.
+        inputs: the collated batch, tensors with one entry per row; by default `labels` `[4, 6]` with -100 among them
+            (more rows if `rows_together` of the loss requires them).
+        outputs: outputs of the forward, one entry per row; by default `logps` and those that the class attributes
+            request.
+        row_inputs: per-row arguments of the call; by default generated from the manifest's `inputs`.
     """
 
     kind = "loss"
@@ -77,7 +78,7 @@ class LossCase(Case):
         missing = [name for name in getattr(loss, "row_inputs", ()) if name not in batch.arguments]
         if missing:
             raise Violation(
-                f"row_inputs names {', '.join(missing)}, whose shape nobody says; declare them in the manifest, as "
+                f"row_inputs names {', '.join(missing)}, whose shape is not known; declare them in the manifest, as "
                 f'inputs = {{ {missing[0]} = "float32[T]" }}, or give row_inputs= in the example'
             )
         batch = batch.mapped(lambda name, tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -92,7 +93,7 @@ class LossCase(Case):
 
 
 def call(loss: Any, batch: Batch) -> LossOutput:
-    """Return what the loss gives; the older form `{"loss": ..., "num_tokens": n}` is read too."""
+    """Return the output of the loss; the older form `{"loss": ..., "num_tokens": n}` is accepted too."""
     found = loss(dict(batch.inputs), dict(batch.outputs), **batch.arguments)
     if isinstance(found, LossOutput):
         return found
@@ -104,7 +105,7 @@ def call(loss: Any, batch: Batch) -> LossOutput:
 
 
 class Numbers(NamedTuple):
-    """Sum and denominator as plain numbers, and how exact the loss computes: in float64, or in float32 if it casts."""
+    """Sum and denominator as plain numbers, with the precision of the loss: float64, or float32 if it casts."""
 
     loss_sum: float
     denominator: float
@@ -112,7 +113,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(output: LossOutput) -> Numbers:
-    """Return what a loss gave as plain numbers."""
+    """Return the output of a loss as plain numbers."""
     exact = str(getattr(output.loss_sum, "dtype", "")) == "torch.float64"
     return Numbers(_number(output.loss_sum), _number(output.denominator), _TOLERANCE if exact else 1e-5)
 
@@ -160,7 +161,7 @@ def gradient(case: LossCase) -> None:
 
     leaves = tuple(batch.outputs[name].detach().clone().requires_grad_() for name in names)
     exact = value(*leaves).dtype == torch.float64
-    # A loss that casts to float32 is compared over steps that are large beside its rounding.
+    # For a loss that casts to float32, use steps that are large compared with its rounding.
     eps, atol, rtol = (1e-6, 1e-5, 1e-3) if exact else (1e-2, 2e-2, 2e-2)
     try:
         torch.autograd.gradcheck(value, leaves, eps=eps, atol=atol, rtol=rtol)
@@ -169,7 +170,7 @@ def gradient(case: LossCase) -> None:
 
 
 def masked_positions(case: LossCase) -> None:
-    """Values at labels of -100 change neither sum nor denominator, and get no gradient."""
+    """Values at labels of -100 do not affect sum and denominator, and have no gradient."""
     import torch
 
     batch = case.token_batch()
@@ -205,7 +206,7 @@ def token_zero(case: LossCase) -> None:
     other = max(int(labels.max()), 1)
     logits = batch.outputs.get("logits")
     if logits is not None and logits.shape[-1] <= other:
-        raise NotApplicable("its example's labels are no ids of its logits")
+        raise NotApplicable("the labels of its example are not ids of its logits")
 
     def exchanged(name: str, tensor: "Tensor") -> "Tensor":
         if name in ("labels", "input_ids"):
@@ -228,12 +229,12 @@ def split(case: LossCase) -> None:
 
     loss = case.build()
     if not getattr(loss, "splittable", True):
-        raise NotApplicable("it says splittable = False: it compares rows with each other")
+        raise NotApplicable("splittable is False: it compares rows with each other")
     batch = case.batch()
     whole, whole_gradients = _gradients(loss, batch)
     rows, together = len(batch.inputs["labels"]), _together(loss)
     if rows % together:
-        raise Violation(f"its example has {rows} rows, but it says rows_together = {together}; give whole groups")
+        raise Violation(f"its example has {rows} rows, but rows_together is {together}; give complete groups")
     each = [slice(row, row + together) for row in range(0, rows, together)]
     for parts in (each, [slice(0, together), slice(together, rows)] if rows > together else each):
         found = [_gradients(loss, batch.rows(part)) for part in parts]
@@ -247,7 +248,7 @@ def split(case: LossCase) -> None:
 
 
 def nothing_to_train(case: LossCase) -> None:
-    """Rows without any label give a sum of 0 and a finite gradient, not NaN."""
+    """Rows without labels give a sum of 0 and a finite gradient."""
     import torch
 
     batch = case.token_batch()
@@ -265,7 +266,7 @@ def weight_zero(case: LossCase) -> None:
 
     loss = case.build()
     if not getattr(loss, "skips_weight_zero", False):
-        raise NotApplicable("it does not say skips_weight_zero")
+        raise NotApplicable("skips_weight_zero is not set")
     batch = case.token_batch()
     labels = batch.inputs["labels"]
     weights = torch.ones(labels.shape, dtype=torch.float64)
@@ -295,7 +296,7 @@ def deterministic(case: LossCase) -> None:
 
 
 def inputs_left_alone(case: LossCase) -> None:
-    """It changes neither the batch nor the outputs that it is given."""
+    """It does not change the batch and the outputs."""
     batch = case.batch()
     before = batch.mapped(lambda name, tensor: tensor.clone())
     call(case.build(), batch)
@@ -309,13 +310,13 @@ def inputs_left_alone(case: LossCase) -> None:
 
 
 def pickle(case: LossCase) -> None:
-    """It pickles, and gives the same numbers in another process."""
+    """It can be pickled, and gives the same numbers in another process."""
     loss, batch = case.build(), case.batch()
     _same(numbers(call(pickled(loss), batch)), numbers(call(loss, batch)), "after pickling")
 
 
 def tenants(case: LossCase) -> None:
-    """Calls of another tenant in between change nothing: it keeps no state between calls."""
+    """It keeps no state between calls: calls of another tenant in between do not change its results."""
     first, second = case.batch(), case.batch(seed=7)
     alone = [numbers(call(case.build(), first)), numbers(call(case.build(), second))]
     loss, other = case.build(), case.build()
@@ -326,7 +327,7 @@ def tenants(case: LossCase) -> None:
 
 
 def declared_inputs(case: LossCase) -> None:
-    """Each per-row argument that it declares is read: without it there is an error that names it, or it is optional."""
+    """Each declared per-row argument is used: it is optional, or its absence is an error that names it."""
     loss, batch = case.build(), case.batch()
     if not batch.arguments:
         raise NotApplicable("it declares no per-row arguments")
@@ -334,13 +335,13 @@ def declared_inputs(case: LossCase) -> None:
         rest = {key: value for key, value in batch.arguments.items() if key != name}
         try:
             call(loss, Batch(batch.inputs, batch.outputs, rest))
-        except Exception as error:  # which error is the loss's choice; what it says is not
+        except Exception as error:  # any error type is allowed, but its message must name the argument
             require(
                 name in str(error), f"without {name} it says: {type(error).__name__}: {error}; the name must be in it"
             )
         else:
             require(
-                _is_optional(loss, name), f"{name} is declared, but without it nothing was said; name it as a parameter"
+                _is_optional(loss, name), f"{name} is declared, but its absence is not an error; make it a parameter"
             )
 
 
@@ -380,7 +381,7 @@ def _labels(together: int) -> "Tensor":
 
 
 def _outputs(loss: Any, labels: "Tensor", draw: "Any") -> dict[str, Any]:
-    """Return what the class attributes ask of a forward, consistent as a forward's outputs are."""
+    """Return the outputs that the class attributes request, consistent with each other."""
     import torch
 
     if labels.dim() != 2:
@@ -398,9 +399,7 @@ def _outputs(loss: Any, labels: "Tensor", draw: "Any") -> dict[str, Any]:
     if getattr(loss, "require_logits", False):
         wanted["logits"] = logits
     if not wanted:
-        raise Violation(
-            "it asks the forward for nothing (require_logps, require_logits, ...); give outputs= in its example"
-        )
+        raise Violation("it requests no outputs (require_logps, require_logits, ...); give outputs= in its example")
     return wanted
 
 
@@ -424,7 +423,7 @@ def _argument(name: str, text: str, labels: "Tensor", draw: "Any") -> "Tensor":
 
 
 def _shaken(batch: Batch, draw: "Any") -> Batch:
-    """Return a batch with other outputs, as another tenant's would be."""
+    """Return a batch with other outputs, like that of another tenant."""
     import torch
 
     def other(name: str, tensor: "Tensor") -> "Tensor":

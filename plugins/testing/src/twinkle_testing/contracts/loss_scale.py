@@ -1,4 +1,4 @@
-"""What a loss scale must keep: one weight a message, from 0, or pieces that stand in the message's text."""
+"""Contract checks of loss scales: one weight >= 0 per message, or weighted pieces of its text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class LossScaleCase(Case):
 
 
 def call(case: LossScaleCase, messages: Sequence[Any]) -> list[Any]:
-    """Return the weights, checked to be one a message."""
+    """Return the weights, and check that there is one per message."""
     found = case.build()(messages)
     require(isinstance(found, Sequence), f"it returned {shown(found)}; return a list with one weight a message")
     require(len(found) == len(messages), f"it gave {len(found)} weights for {len(messages)} messages")
@@ -41,25 +41,25 @@ def weights(case: LossScaleCase) -> None:
 
 
 def pieces(case: LossScaleCase) -> None:
-    """Pieces stand in their message's text (or reasoning), in that order."""
+    """Pieces occur in their message's text (or reasoning), in that order."""
     for message, weight in zip(case.messages, call(case, case.messages), strict=True):
         if isinstance(weight, int | float):
             continue
         text, place = f"{message.get('reasoning_content') or ''}\n{message.get('content')}", 0
         for piece, _ in weight:
             found = text.find(piece.strip(), place)
-            require(found >= 0, f"the piece {shown(piece)} does not stand, or not in this order, in {shown(text)}")
+            require(found >= 0, f"the piece {shown(piece)} does not occur, or not in this order, in {shown(text)}")
             place = found + len(piece.strip())
 
 
 def every_conversation(case: LossScaleCase) -> None:
-    """Each beginning of the conversation is weighted, with an answer or without."""
+    """Each prefix of the conversation can be weighted, with an answer or without."""
     for length in range(1, len(case.messages) + 1):
         call(case, list(case.messages)[:length])
 
 
 def messages_left_alone(case: LossScaleCase) -> None:
-    """It changes no message."""
+    """It does not change the messages."""
     scale = case.build()
     left_alone(scale, [dict(message) for message in case.messages], "the messages")
 
@@ -73,7 +73,7 @@ def deterministic(case: LossScaleCase) -> None:
 
 
 def pickle(case: LossScaleCase) -> None:
-    """It pickles, as a template that has it does, and gives the same weights."""
+    """It can be pickled, as part of a template, and gives the same weights."""
     scale, messages = case.build(), list(case.messages)
     require(same(list(pickled(scale)(messages)), list(scale(messages))), "after pickling it gives other weights")
 

@@ -1,4 +1,4 @@
-"""What a metric must keep: plain numbers that do not depend on how the calls were cut, over all ranks, then afresh."""
+"""Contract checks of metrics: plain numbers over all ranks, independent of the split of the rows; reset."""
 
 import copy
 import itertools
@@ -16,16 +16,16 @@ Rows = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 @dataclass(kw_only=True)
 class MetricCase(Case):
-    """A metric and what it accumulates.
+    """A metric and its inputs.
 
     Attributes:
-        inputs: the collated batch, tensors with one entry a row; by default `labels` `[6, 5]`.
-        outputs: what the forward gave for these rows; by default `logps` and `predictions`. `loss_sum`, `num_tokens`
+        inputs: the collated batch, tensors with one entry per row; by default `labels` `[6, 5]`.
+        outputs: outputs of the forward for these rows; by default `logps` and `predictions`. `loss_sum`, `num_tokens`
             and `loss` are added.
-        rows_a_group: rows that belong together, so that a batch is cut between groups only.
-        row_arguments: further keyword arguments of `accumulate` that have one entry a row, such as `old_logps`; or a
-            mapping of such.
-        varying: keys whose value depends on more than the calls, such as a time; they are not compared.
+        rows_a_group: number of rows that belong together, so that a batch is split between groups only.
+        row_arguments: further keyword arguments of `accumulate` with one entry per row, such as `old_logps`; or a
+            mapping of these.
+        varying: keys whose values vary between runs, such as times; they are not compared.
     """
 
     kind = "metric"
@@ -92,7 +92,7 @@ def plain_numbers(case: MetricCase) -> None:
 
 
 def pieces(case: MetricCase) -> None:
-    """Rows accumulated in pieces, of unequal size too, give the numbers of the whole."""
+    """Rows accumulated in pieces, also of unequal size, give the same numbers as all rows at once."""
     results = []
     for count in (1, 2, 4):
         metric = case.build()
@@ -103,7 +103,7 @@ def pieces(case: MetricCase) -> None:
 
 
 def ranks(case: MetricCase) -> None:
-    """Over two ranks it gives, on each of them, the numbers of all rows."""
+    """Over two ranks it gives the numbers of all rows on each rank."""
     whole = case.build()
     accumulate(whole, case.parts(1))
     expected = compared(case, whole.calculate())
@@ -126,13 +126,13 @@ def starts_afresh(case: MetricCase) -> None:
 
 
 def nothing_seen(case: MetricCase) -> None:
-    """Without any call `calculate` does not raise, and gives plain finite numbers or nothing."""
+    """Without a call of `accumulate`, `calculate` does not raise and returns finite numbers or nothing."""
     for name, value in case.build().calculate().items():
         require(is_plain_number(value) and math.isfinite(value), f"{name} is {shown(value)} before anything was seen")
 
 
 def no_labels(case: MetricCase) -> None:
-    """Rows without any label do not make it divide by zero."""
+    """Rows without labels do not cause a division by zero."""
     import torch
 
     inputs, outputs = case.batch()
@@ -145,13 +145,13 @@ def no_labels(case: MetricCase) -> None:
 
 
 def batch_left_alone(case: MetricCase) -> None:
-    """It changes neither inputs nor outputs."""
+    """It does not change inputs and outputs."""
     metric = case.build()
     left_alone(lambda parts: accumulate(metric, parts), case.parts(1), "inputs or outputs")
 
 
 def keeps_no_tensors(case: MetricCase) -> None:
-    """Between calls it keeps no tensor with a graph, which would keep the whole forward pass in memory."""
+    """It keeps no tensor with a graph between calls, because that would keep the forward pass in memory."""
     import torch
 
     metric = case.build()

@@ -1,4 +1,4 @@
-"""What a model backend must keep: one update however the batch is cut, state that comes back, no argument in vain."""
+"""Contract checks of models: updates independent of micro-batches, saved state, no ignored arguments."""
 
 import contextlib
 import inspect
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _IGNORED = -100
-_TOLERANCE = 1e-6  # of float32 sums that are added in another order
+_TOLERANCE = 1e-6  # for float32 sums in different order
 
 
 def token_nll(inputs: Any, outputs: Any) -> LossOutput:
-    """Return the negative log-likelihood of the trained tokens: the plainest loss there is."""
+    """Return the negative log-likelihood of the trained tokens."""
     chosen = outputs["logps"][inputs["labels"].to(outputs["logps"].device) != _IGNORED]
     return LossOutput(-chosen.sum(), chosen.numel())
 
@@ -37,13 +37,13 @@ class Tokens(Metric):
         self.total += int((inputs["labels"] != _IGNORED).sum())
 
     def calculate(self) -> dict[str, float]:
-        """Return the count, and start afresh."""
+        """Return the count, and reset it."""
         total = self.total
         self.reset()
         return {"trained_tokens": total}
 
     def reset(self) -> None:
-        """Count from 0 again."""
+        """Reset the count."""
         self.total = 0
 
 
@@ -142,7 +142,7 @@ def parameters(model: Any) -> dict[str, "Tensor"]:
 
 def differs(one: Mapping[str, Any], two: Mapping[str, Any]) -> float:
     """Return the largest distance between two sets of parameters."""
-    require(one.keys() == two.keys(), "get_state_dict() has other names than before")
+    require(one.keys() == two.keys(), "get_state_dict() returned different names than before")
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
@@ -337,7 +337,7 @@ def unknown_arguments(case: ModelCase) -> None:
         except (ArgumentError, TypeError) as error:
             require("no_such_argument" in str(error), f"{name}(no_such_argument=1) says: {error}; it must name it")
             continue
-        raise Violation(f"{name}(no_such_argument=1) was accepted; nothing may be accepted and ignored")
+        raise Violation(f"{name}(no_such_argument=1) was accepted; an unknown argument must be an error")
 
 
 def impossible_orders(case: ModelCase) -> None:
@@ -352,7 +352,7 @@ def impossible_orders(case: ModelCase) -> None:
         model.load("no-such-checkpoint", output_dir=str(case.folder))
     with refusal("forward_backward(inputs=[])"):
         model.forward_backward(inputs=[])
-    require(differs(before, parameters(model)) == 0, "after these errors its parameters are others")
+    require(differs(before, parameters(model)) == 0, "these errors changed the parameters")
 
 
 def inputs_left_alone(case: ModelCase) -> None:

@@ -1,4 +1,4 @@
-"""What a notifier must keep: it travels as plain data, shows no secret, and never breaks the run."""
+"""Contract checks of notifiers: conversion to plain data, no visible secrets, no exceptions."""
 
 import contextlib
 import io
@@ -17,14 +17,14 @@ _SECRET = ("secret", "token", "password", "key", "url", "webhook")
 
 @dataclass(kw_only=True)
 class NotifierCase(Case):
-    """A notifier that reaches nobody, or a receiver of its example's own.
+    """A notifier that cannot deliver, or that delivers to a receiver of its example.
 
-    Its `kwargs` must name an address that is safe to call; `http://127.0.0.1:9/` is one where nobody listens.
+    Its `kwargs` must have an address that is safe to call, such as the closed port `http://127.0.0.1:9/`.
 
     Attributes:
-        secrets: texts that must never be shown; by default the arguments whose name has `secret`, `token`, `password`,
-            `key`, `url` or `webhook` in it.
-        received: returns the messages that arrived so far, where the example has a receiver.
+        secrets: texts that must never be shown; by default the arguments whose name contains `secret`, `token`,
+            `password`, `key`, `url` or `webhook`.
+        received: returns the messages that have arrived, if the example has a receiver.
     """
 
     kind = "notifier"
@@ -47,7 +47,7 @@ def quiet(case: NotifierCase) -> None:
     for message in MESSAGES:
         try:
             notifier(message)
-        except Exception as error:  # whatever it lets out
+        except Exception as error:  # any exception
             raise Violation(
                 f"the message {shown(message, 30)} made it raise {type(error).__name__}: {error}"
             ) from error
@@ -102,7 +102,7 @@ def no_secret_shown(case: NotifierCase) -> None:
 
 
 def pickle(case: NotifierCase) -> None:
-    """It pickles, so that it reaches the processes of a run."""
+    """It can be pickled, to be sent to the processes of a run."""
     notifier = case.build()
     require(same(pickled(notifier).to_dict(), notifier.to_dict()), "after pickling it has another to_dict()")
 

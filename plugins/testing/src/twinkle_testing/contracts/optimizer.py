@@ -1,4 +1,4 @@
-"""What an optimizer must keep: torch's protocol, a state that continues bit for bit, parameters only where asked."""
+"""Contract checks of optimizers: torch's protocol, state that resumes bit for bit, idle parameters unchanged."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class OptimizerCase(Case):
     steps: int = 30
 
     def module(self) -> "nn.Module":
-        """Return what is trained: a small net, the same each time."""
+        """Return the small network to train, the same each time."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -50,7 +50,7 @@ class OptimizerCase(Case):
         return self.of(self.module().parameters(), **more)
 
     def closure(self, module: "nn.Module", optimizer: Any) -> Callable[[], "Tensor"]:
-        """Return the function that makes loss and gradients of the small problem."""
+        """Return the function that computes loss and gradients of the small problem."""
         import torch
 
         draw = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ class OptimizerCase(Case):
 
 
 def improves(case: OptimizerCase) -> None:
-    """In a closed loop the loss of a small least-squares problem falls and stays finite."""
+    """Its steps reduce the loss of a small least-squares problem, which stays finite."""
     module = case.module()
     optimizer = case.of(module.parameters())
     compute = case.closure(module, optimizer)
@@ -125,7 +125,7 @@ def round_trip(case: OptimizerCase) -> None:
 
 
 def without_gradient(case: OptimizerCase) -> None:
-    """A parameter without gradient is left as it is."""
+    """A parameter without gradient is not changed."""
     import torch
 
     module = case.module()
@@ -136,12 +136,12 @@ def without_gradient(case: OptimizerCase) -> None:
 
 
 def learning_rate(case: OptimizerCase) -> None:
-    """Learning rates changed between steps, as schedulers do, are used: with 0 the gradients move nothing."""
+    """It uses learning rates that a scheduler changes between steps: with 0, gradients have no effect."""
     module = case.module()
     optimizer = case.of(module.parameters())
     _steps(case, module, optimizer, 1)
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * 0.0  # the same form, be it a number or a tensor
+        group["lr"] = group["lr"] * 0.0  # the same type, a number or a tensor
     before = [p.detach().clone() for p in module.parameters()]
     _steps(case, module, optimizer, 1)
     moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, module.parameters(), strict=True))

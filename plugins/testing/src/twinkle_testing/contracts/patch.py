@@ -1,4 +1,4 @@
-"""What a patch must keep: twice is once, and undoing it leaves everything as it was, the same objects."""
+"""Contract checks of patches: idempotent, and undone completely, down to object identity."""
 
 import contextlib
 import sys
@@ -20,7 +20,7 @@ class PatchCase(Case):
         module: returns a fresh object to patch; by default a tiny Llama of transformers.
         arguments: positional arguments of the patch's call.
         options: keyword arguments of the patch's call.
-        inputs: keyword arguments of a forward of the module; by default `input_ids`; None for what is no module.
+        inputs: keyword arguments of a forward of the module; by default `input_ids`; None if it is not a module.
         same_numbers: whether the patched forward gives the numbers of the unpatched one.
         watch: further objects that it may change (classes, modules of Python), compared before and after.
     """
@@ -35,7 +35,7 @@ class PatchCase(Case):
     watch: Sequence[Any] = ()
 
     def unfit(self) -> str:
-        """Leave out the base class, which does nothing."""
+        """Skip the base class, which does nothing."""
         from twinkle.patch import Patch
 
         base = "it is the base class of patches, and does nothing by itself" if self.component is Patch else ""
@@ -55,7 +55,7 @@ class PatchCase(Case):
             return AutoModelForCausalLM.from_config(tiny_config()).eval()
 
     def forward(self, module: Any) -> list[Any] | None:
-        """Return the tensors of a forward, or None where there is none."""
+        """Return the tensors of a forward, or None without one."""
         import torch
 
         if self.inputs is None or not callable(module):
@@ -79,7 +79,7 @@ class PatchCase(Case):
 
 @contextlib.contextmanager
 def applied(case: PatchCase, module: Any, patch: Any) -> Any:
-    """Apply the patch, and undo it at the end whatever happens."""
+    """Apply the patch, and undo it at the end of the block, also after an error."""
     from twinkle.patch import undo_patch
 
     case.apply(module, patch)
@@ -90,13 +90,13 @@ def applied(case: PatchCase, module: Any, patch: Any) -> Any:
 
 
 def undone(case: PatchCase) -> None:
-    """Undoing restores identity: parameters, buffers, forwards, class attributes, the same objects as before."""
+    """Undoing restores the same objects as before: parameters, buffers, forwards and class attributes."""
     module, patch = case.target(), case.build()
     before, numbers = snapshot(case, module), case.forward(module)
     with applied(case, module, patch):
         case.forward(module)
     changes = differences(before, snapshot(case, module))
-    require(not changes, f"after undoing it these are others than before: {', '.join(changes[:8])}")
+    require(not changes, f"undoing it did not restore: {', '.join(changes[:8])}")
     require(same(case.forward(module), numbers), "after undoing it the forward gives other numbers")
 
 
@@ -131,7 +131,7 @@ def again(case: PatchCase) -> None:
 
 
 def undone_after_error(case: PatchCase) -> None:
-    """In a `with apply_context(...)` it is undone also when the block raises."""
+    """In `with apply_context(...)` it is undone also if the block raises."""
     from twinkle.patch import apply_context
 
     module, patch = case.target(), case.build()
@@ -139,7 +139,7 @@ def undone_after_error(case: PatchCase) -> None:
     with contextlib.suppress(KeyError), apply_context(module, patch, *case.arguments, **case.options):
         raise KeyError("a block that fails")
     changes = differences(before, snapshot(case, module))
-    require(not changes, f"after a block that raised these are others than before: {', '.join(changes[:8])}")
+    require(not changes, f"a block that raised did not restore: {', '.join(changes[:8])}")
 
 
 def numbers_kept(case: PatchCase) -> None:
@@ -156,7 +156,7 @@ def numbers_kept(case: PatchCase) -> None:
 
 
 def others_left_alone(case: PatchCase) -> None:
-    """Another object's own attributes stay as they are, and undoing one does not undo the other's."""
+    """It does not change another object's attributes, and undoing it on one object keeps it on another."""
     one, two, patch = case.target(), case.target(), case.build()
     before = _own(two)
     with applied(case, one, patch):
@@ -169,13 +169,13 @@ CHECKS = (undone, changes_something, twice_is_once, again, undone_after_error, n
 
 
 def snapshot(case: PatchCase, module: Any) -> dict[str, Any]:
-    """Return what can be patched, by name: attributes of all objects, of their classes and of their Python modules."""
+    """Return what a patch can change, by name: attributes of all objects, their classes and their Python modules."""
     found = _own(module)
     classes = {cls for part in _parts(module).values() for cls in type(part).__mro__ if cls is not object}
     for cls in classes:
         for name, value in vars(cls).items():
             found[f"{cls.__qualname__}.{name} of {cls.__module__}"] = value
-    # A patch may also replace a function of the library's module, such as one for attention.
+    # A patch may also replace a function of a Python module, such as one for attention.
     for name in {cls.__module__ for cls in classes}:
         for key, value in vars(sys.modules[name]).items() if name in sys.modules and name != "builtins" else ():
             found[f"{name}:{key}"] = value
@@ -186,7 +186,7 @@ def snapshot(case: PatchCase, module: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names whose value is another object; plain values are compared as such."""
+    """Return the names whose value is a different object; plain values are compared by value."""
     names = sorted({*before, *after})
     return [
         name for name in names if name not in before or name not in after or not _is_same(before[name], after[name])

@@ -1,4 +1,4 @@
-"""What a preprocessor must keep: columns in, columns out, row by row, and nothing of the caller's changed."""
+"""Contract checks of preprocessors: columns of equal length, independent rows, unchanged arguments."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ class PreprocessorCase(Case):
     """A preprocessor and the rows that it gets.
 
     Attributes:
-        rows: columns, each a list with one entry a row; at least two rows.
+        rows: columns, each a list with one entry per row; at least two rows.
         expected: the columns that these rows become, if they are known.
     """
 
@@ -29,7 +29,7 @@ class PreprocessorCase(Case):
     expected: Columns | None = None
 
     def unfit(self) -> str:
-        """Ask for rows, since every preprocessor reads columns of its own."""
+        """Require rows, because every preprocessor reads other columns."""
         from twinkle.preprocessor import Preprocessor
 
         if self.component is Preprocessor:
@@ -49,7 +49,7 @@ def call(component: Any, rows: Columns) -> dict[str, list[Any]]:
 
 
 def columns(case: PreprocessorCase) -> None:
-    """It returns columns of one length, those expected if they are known."""
+    """It returns columns of one length; they equal the expected ones, if given."""
     found = call(case.build(), case.rows)
     if case.expected is not None:
         wanted = {name: list(values) for name, values in case.expected.items()}
@@ -71,7 +71,7 @@ def messages(case: PreprocessorCase) -> None:
 
 
 def user_data(case: PreprocessorCase) -> None:
-    """`user_data`, where it makes some, is a list of (key, JSON text) pairs in each row."""
+    """`user_data`, if present, is a list of (key, JSON text) pairs in each row."""
     found = call(case.build(), case.rows)
     if "user_data" not in found:
         raise NotApplicable("it makes no user_data")
@@ -96,7 +96,7 @@ def batches(case: PreprocessorCase) -> None:
 
 
 def rows_left_alone(case: PreprocessorCase) -> None:
-    """It does not change the rows, nor share their lists with what it returns."""
+    """It does not change the rows, and its result does not share their lists."""
     component, rows = case.build(), copy.deepcopy({name: list(values) for name, values in case.rows.items()})
     left_alone(component, rows, "the rows")
 
@@ -109,7 +109,7 @@ def deterministic(case: PreprocessorCase) -> None:
 
 
 def tables(case: PreprocessorCase) -> None:
-    """What it returns fits into a table: plain values, the same type down a column."""
+    """Its result can be stored in a table: plain values, of one type in each column."""
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -124,7 +124,7 @@ def tables(case: PreprocessorCase) -> None:
 
 
 def pickle(case: PreprocessorCase) -> None:
-    """It pickles, so that several processes can map, and does the same there."""
+    """It can be pickled for mapping in several processes, and gives the same result there."""
     component = case.build()
     require(same(call(pickled(component), case.rows), call(component, case.rows)), "after pickling it gives other rows")
 

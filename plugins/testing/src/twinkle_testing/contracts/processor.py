@@ -1,4 +1,4 @@
-"""What a processor must keep: rows of any length to tensors of one shape, each token where it was, nothing else."""
+"""Contract checks of processors: rows of any length become tensors of one shape, with all tokens in order."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class ProcessorCase(Case):
 
 
 def shapes(case: ProcessorCase) -> None:
-    """It makes int64 `input_ids` `[B, T]` with masks or positions of that shape, and float32 `loss_scale`."""
+    """It returns int64 `input_ids` `[B, T]`, masks or positions of that shape, and float32 `loss_scale`."""
     import torch
 
     batch = case.call()
@@ -172,7 +172,7 @@ def bad_rows_refused(case: ProcessorCase) -> None:
 
 
 def pickle(case: ProcessorCase) -> None:
-    """It pickles, as worker processes of a data loader need."""
+    """It can be pickled, for worker processes of a data loader."""
     copied = pickled(case.build())
     found = copied(copy.deepcopy([dict(row) for row in case.rows]))
     require(same(found["input_ids"], case.call()["input_ids"]), "after pickling it gives another batch")

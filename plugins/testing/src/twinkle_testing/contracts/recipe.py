@@ -1,4 +1,4 @@
-"""What a recipe must keep: a configuration that refuses what it does not know, and a run that ends with a summary."""
+"""Contract checks of recipes: a configuration that refuses unknown keys, and a run that returns a summary."""
 
 import contextlib
 import importlib
@@ -61,7 +61,7 @@ def configuration(case: RecipeCase) -> None:
     require(model is not None, "the manifest names no config; write config = 'package.module:Config'")
     require(
         isinstance(model, type) and issubclass(model, BaseModel),
-        f"its configuration is {shown(model)}, no pydantic model",
+        f"its configuration is {shown(model)}, not a pydantic model",
     )
     silent = [name for name, key in model.model_fields.items() if not key.description and not _is_group(key.annotation)]
     require(not silent, f"these keys have no description: {', '.join(silent)}")
@@ -94,7 +94,7 @@ CHECKS = (signature, configuration, runs)
 
 
 def _is_group(annotation: Any) -> bool:
-    """Say whether a field of the configuration is a model of its own, perhaps with None."""
+    """Return whether a field of the configuration is a nested model, possibly optional."""
     from pydantic import BaseModel
 
     members = [member for member in typing.get_args(annotation) or (annotation,) if member is not types.NoneType]

@@ -1,4 +1,4 @@
-"""What the contract kit says of one component: a result for each check, readable as text and as plain data."""
+"""The report of the contract kit about a component: a result for each check, as text or plain data."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,11 +14,11 @@ class CheckResult:
 
     Attributes:
         name: name of the check, such as `gradient`.
-        statement: what it holds the component to, in one line.
+        statement: the requirement, in one line.
         outcome: `passed`, `failed` or `skipped`.
-        why: reason of a failure or of a skip; empty where it passed.
-        seconds: how long it took.
-        error: the exception behind a failure.
+        why: reason of a failure or of a skip; empty if it passed.
+        seconds: duration.
+        error: exception of a failure.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Report:
     """The results of all checks of one component, in the order in which they ran.
 
     Attributes:
-        component: how the component is called: its name, or that of its class.
+        component: name of the component, or of its class.
         kind: its kind.
         results: one for each check.
     """
@@ -60,12 +60,12 @@ class Report:
 
     @property
     def skipped(self) -> list[CheckResult]:
-        """The checks that were not run, each with its reason."""
+        """The checks that were skipped, each with its reason."""
         return self._of("skipped")
 
     @property
     def only_skipped(self) -> bool:
-        """Whether nothing was found out: every check was skipped."""
+        """Whether every check was skipped."""
         return not self.passed and not self.failed
 
     def __iter__(self) -> Any:
@@ -79,13 +79,11 @@ class Report:
         for result in self.results:
             if result.name == name:
                 return result
-        raise KeyError(
-            f"{self.component} was not held to {name!r}; there is: {', '.join(r.name for r in self.results)}"
-        )
+        raise KeyError(f"{self.component} has no check {name!r}; there are: {', '.join(r.name for r in self.results)}")
 
     @property
     def summary(self) -> str:
-        """One line: how many checks passed, failed and were skipped."""
+        """One line with the numbers of checks that passed, failed and were skipped."""
         counts = [f"{len(self.passed)} passed"]
         counts += [f"{len(self.failed)} failed"] if self.failed else []
         counts += [f"{len(self.skipped)} skipped"] if self.skipped else []
@@ -93,7 +91,7 @@ class Report:
         return f"{self.kind} {self.component}: {', '.join(counts)} in {seconds:.2f} s"
 
     def text(self, *, everything: bool = False) -> str:
-        """Return the summary with every failure and every skip below it, and with `everything` what passed too."""
+        """Return the summary with all failures and skips, and with `everything` also the checks that passed."""
         lines = [self.summary]
         if everything:
             lines += [f"  passed   {result.name}: {result.statement}" for result in self.passed]
@@ -108,7 +106,7 @@ class Report:
         return "\n".join(lines)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the report as JSON knows it."""
+        """Return the report as JSON data."""
         results = [
             {
                 "name": result.name,

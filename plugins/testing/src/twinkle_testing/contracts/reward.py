@@ -1,4 +1,4 @@
-"""What a reward must keep: one finite number for each trajectory, in order, whatever a model has written."""
+"""Contract checks of rewards: one finite number for each trajectory, in order, for any text."""
 
 import copy
 import math
@@ -14,11 +14,11 @@ from twinkle_testing.contracts.values import left_alone, same, shown
 
 @dataclass(kw_only=True)
 class RewardCase(Case):
-    """A reward and what it scores.
+    """A reward and trajectories to score.
 
     Attributes:
         trajectories: conversations to score; by default four with a question, an answer and `ground_truth`.
-        arguments: further keyword arguments of the call, each with one entry a trajectory.
+        arguments: further keyword arguments of the call, each with one entry per trajectory.
         scores: the expected scores, if they are known.
     """
 
@@ -30,7 +30,7 @@ class RewardCase(Case):
 
 
 def call(reward: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> list[float]:
-    """Return the scores, checked to be one finite number a trajectory."""
+    """Return the scores, and check that there is one finite number per trajectory."""
     found: list[float] = reward(copy.deepcopy(list(rows)), **copy.deepcopy(dict(arguments)))
     require(isinstance(found, list), f"it returned {shown(found)}; return a list with one number a trajectory")
     require(len(found) == len(rows), f"it gave {len(found)} scores for {len(rows)} trajectories")
@@ -41,7 +41,7 @@ def call(reward: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> list
 
 
 def scores(case: RewardCase) -> None:
-    """It returns a list with one finite Python number for each trajectory, those expected if they are known."""
+    """It returns a list of finite Python numbers, one per trajectory; they equal the expected ones, if given."""
     found = call(case.build(), case.trajectories, case.arguments)
     if case.scores is not None:
         require(
@@ -59,7 +59,7 @@ def order(case: RewardCase) -> None:
 
 
 def one_by_one(case: RewardCase) -> None:
-    """A score does not depend on the other trajectories of the call; one relative to its group says so by `skip`."""
+    """A score does not depend on other trajectories of the call; a reward that compares them uses `skip`."""
     together = call(case.build(), case.trajectories, case.arguments)
     for place, row in enumerate(case.trajectories):
         arguments = {name: [values[place]] for name, values in case.arguments.items()}
@@ -96,20 +96,20 @@ def other_arguments(case: RewardCase) -> None:
 
 
 def deterministic(case: RewardCase) -> None:
-    """The same trajectories get the same scores, at a later call too."""
+    """The same trajectories get the same scores in every call."""
     reward = case.build()
     first, second = (call(reward, case.trajectories, case.arguments) for _ in range(2))
     require(first == second, f"two calls gave {first} and {second}")
 
 
 def trajectories_left_alone(case: RewardCase) -> None:
-    """It changes no trajectory."""
+    """It does not change the trajectories."""
     reward = case.build()
     left_alone(lambda rows: reward(rows, **case.arguments), copy.deepcopy(list(case.trajectories)), "the trajectories")
 
 
 def pickle(case: RewardCase) -> None:
-    """It pickles, and scores the same in another process."""
+    """It can be pickled, and gives the same scores in another process."""
     reward = case.build()
     expected = call(reward, case.trajectories, case.arguments)
     require(call(pickled(reward), case.trajectories, case.arguments) == expected, "after pickling it scores otherwise")

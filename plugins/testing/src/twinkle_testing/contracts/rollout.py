@@ -1,4 +1,4 @@
-"""What a rollout must keep: one finished trajectory for each given one, in order, with its turns at the beginning."""
+"""Contract checks of rollouts: one finished trajectory for each input, in order, which begins with its turns."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ def _prompts() -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class RolloutCase(Case):
-    """A rollout and where it begins.
+    """A rollout and its inputs.
 
     Attributes:
-        trajectories: prompts to play out; by default three questions.
+        trajectories: the prompts; by default three questions.
         arguments: further keyword arguments of the call.
     """
 
@@ -44,7 +44,7 @@ def call(case: RolloutCase, rows: Rows) -> list[Any]:
 
 
 def finished(case: RolloutCase) -> None:
-    """Each trajectory comes back with its messages and at least one turn of the assistant after them."""
+    """Each trajectory is returned with its messages, followed by at least one turn of the assistant."""
     for row, (given, found) in enumerate(zip(case.trajectories, call(case, case.trajectories), strict=True)):
         before, after = list(given["messages"]), list(found.get("messages", ()))
         require(len(after) > len(before), f"trajectory {row} has {len(after)} messages, as many as before or fewer")
@@ -56,7 +56,7 @@ def finished(case: RolloutCase) -> None:
 
 
 def order(case: RolloutCase) -> None:
-    """They are returned in the given order, with their other keys (`user_data`)."""
+    """Trajectories are returned in the given order, with their other keys (`user_data`)."""
     for rows in (list(case.trajectories), list(reversed(case.trajectories))):
         for given, found in zip(rows, call(case, rows), strict=True):
             first = found["messages"][: len(given["messages"])]
@@ -76,7 +76,7 @@ def no_trajectories(case: RolloutCase) -> None:
 
 
 def trajectories_left_alone(case: RolloutCase) -> None:
-    """It changes no trajectory that it was given."""
+    """It does not change the trajectories."""
     rollout = case.build()
     rows = copy.deepcopy([dict(row) for row in case.trajectories])
     left_alone(lambda given: rollout(given, **case.arguments), rows, "the trajectories")
@@ -91,7 +91,7 @@ def calls_apart(case: RolloutCase) -> None:
         lengths.append(
             [message["content"] for row in found for message in row["messages"] if message["role"] == "user"]
         )
-    require(lengths[0] == lengths[1], "the user turns of a second call are others than those of the first")
+    require(lengths[0] == lengths[1], "the user turns of a second call differ from those of the first")
 
 
 CASE = RolloutCase

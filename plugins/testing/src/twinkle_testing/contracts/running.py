@@ -1,4 +1,4 @@
-"""Holds a component to the contract of its kind: `check_component` raises, `examine` reports, `checks_for` lists."""
+"""Runs contract checks: `check_component` raises on failures, `examine` returns a report, `checks_for` lists checks."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from twinkle_testing.contracts.case import Case, NotApplicable, Violation, check
 from twinkle_testing.contracts.report import CheckResult, ContractError, Report
 
 listeners: list[Callable[[Report], None]] = []
-"""Called with every report that `check_component` makes; the pytest plugin is one."""
+"""Called with every report of `check_component`; the pytest plugin registers one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Contract:
     """One check of a kind.
 
     Attributes:
-        name: its name, as `-k` and `skip` take it.
-        statement: what it holds a component to, in one line.
-        run: the check itself; it raises where the component does not keep the contract.
+        name: its name, for `-k` and `skip`.
+        statement: the requirement, in one line.
+        run: runs the check; raises if the component breaks the contract.
     """
 
     name: str
@@ -41,7 +41,7 @@ def checks_for(kind: str) -> tuple[Contract, ...]:
         kind: one of `twinkle.kinds.KINDS`.
 
     Raises:
-        ArgumentError: there is no such kind.
+        ArgumentError: the kind is unknown.
     """
     from twinkle_testing.contracts import common
 
@@ -50,7 +50,7 @@ def checks_for(kind: str) -> tuple[Contract, ...]:
 
 
 def about(kind: str) -> dict[str, str]:
-    """Return what an example of a kind may say beside `kwargs` and `skip`: each key with its meaning.
+    """Return the keys of an example of a kind, besides `kwargs` and `skip`, with their meaning.
 
     Args:
         kind: one of `twinkle.kinds.KINDS`.
@@ -69,22 +69,22 @@ def about(kind: str) -> dict[str, str]:
 
 
 def check_component(thing: Any, kind: str, **example: Any) -> Report:
-    """Hold a component to the contract of its kind.
+    """Run the contract checks of a component.
 
     Args:
         thing: a class, an instance, a function, a `ComponentSpec` or any text that names a component.
         kind: its kind.
-        **example: how to build it and what to give it: `kwargs` (arguments of its constructor), `skip`, and the keys of
-            the kind, see docs/reference/contract-kit.md. They win over those that the manifest's `example` gives.
+        **example: the example: `kwargs` (arguments of the constructor), `skip`, and the keys of the kind, see
+            docs/reference/contract-kit.md. They override those of the manifest's `example`.
 
     Returns:
-        the results. Checks that do not apply, and whole components that need what is not here, are skipped with the
-        reason; under pytest a test that skipped everything is itself skipped.
+        The results. Checks that do not apply, and components that need an unavailable device or package, are skipped
+        with the reason. Under pytest a test whose checks were all skipped is itself skipped.
 
     Raises:
-        ContractError: a check failed; the text lists each failure with its reason.
+        ContractError: a check failed; the message lists each failure with its reason.
         ArgumentError: an unknown kind, or a key that the kind's example does not have.
-        ComponentNotFound: nothing has that name.
+        ComponentNotFound: the name is unknown.
     """
     __tracebackhide__ = True
     report = examine(thing, kind, **example)
@@ -96,12 +96,12 @@ def check_component(thing: Any, kind: str, **example: Any) -> Report:
 
 
 def examine(thing: Any, kind: str, /, only: Callable[[str], bool] | None = None, **example: Any) -> Report:
-    """Return what `check_component` finds, without raising for a check that failed.
+    """Return the report of `check_component`, without raising for a failed check.
 
     Args:
         thing: see `check_component`.
         kind: see `check_component`.
-        only: takes the name of a check and says whether to run it; None runs all.
+        only: predicate of a check's name: whether to run the check; None runs all.
         **example: see `check_component`.
     """
     from twinkle_testing.contracts.subjects import Subject
@@ -138,12 +138,12 @@ def _results(case: Case, checks: list[Contract]) -> Iterator[CheckResult]:
 
 
 def _cannot_be_built(case: Case) -> tuple[str, CheckResult | None]:
-    """Return why no check can run, and the failure if that is one."""
+    """Return the reason why no check can run, and the failure if it is one."""
     try:
         case.build()
     except (Unsupported, RequirementMissing) as error:
         return str(error), None
-    except (Exception, SystemExit) as error:  # a constructor raises what it likes
+    except (Exception, SystemExit) as error:  # a constructor may raise anything
         why = f"{type(error).__name__}: {error}"
         arguments = case.kwargs or getattr(case, "make", None) or isinstance(error, ComponentTypeError)
         hint = "" if arguments else "; if it needs arguments, give them as kwargs= of its example"
@@ -165,14 +165,14 @@ def _result(case: Case, check: Contract) -> CheckResult:
         return ended("skipped", str(reason))
     except Violation as violation:
         return ended("failed", str(violation), violation)
-    except (Exception, SystemExit) as error:  # whatever the component raises
+    except (Exception, SystemExit) as error:  # the component may raise anything
         return ended("failed", f"it raised {type(error).__name__}: {error}", error)
     return ended("passed")
 
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leave the random generators of the process as they were."""
+    """Restore the random generators of the process after the block."""
     import random
     import sys
 

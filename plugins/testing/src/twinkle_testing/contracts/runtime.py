@@ -1,4 +1,4 @@
-"""What a runtime must keep: one that begins and ends as often as a script asks, and builds what it is given."""
+"""Contract checks of runtimes: repeated initialization and shutdown, placement, seeds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from twinkle_testing.contracts.values import shown
 
 
 class Sample:
-    """Something that a runtime builds."""
+    """A class for a runtime to build."""
 
     def __init__(self, number: int, *, name: str = "") -> None:
         self.number, self.name = number, name
@@ -16,7 +16,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class RuntimeCase(Case):
-    """A runtime in this process; never the current one.
+    """A runtime in this process, which is not the current one.
 
     Attributes:
         ranks: number of processes.
@@ -48,7 +48,7 @@ def begins_and_ends(case: RuntimeCase) -> None:
 
 
 def keeps_options(case: RuntimeCase) -> None:
-    """After `initialize` it has the mesh and the options that it was given."""
+    """After `initialize` it has the given mesh and options."""
     runtime, options = case.build(), case.options()
     try:
         runtime.initialize(options)
@@ -61,7 +61,7 @@ def keeps_options(case: RuntimeCase) -> None:
 
 
 def mesh_checked(case: RuntimeCase) -> None:
-    """A mesh of more ranks than there are processes is a MeshError, and it can still be initialized after that."""
+    """A mesh with more ranks than processes is a MeshError, after which it can still be initialized."""
     from twinkle.errors import MeshError
 
     runtime = case.build()
@@ -77,7 +77,7 @@ def mesh_checked(case: RuntimeCase) -> None:
 
 
 def builds(case: RuntimeCase) -> None:
-    """`construct` gives None (build it here) or a stand-in that is what the class would be."""
+    """`construct` returns None (build it in this process) or a stand-in that behaves like the class."""
     runtime = case.build()
     try:
         runtime.initialize(case.options())

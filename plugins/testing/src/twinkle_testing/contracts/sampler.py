@@ -1,4 +1,4 @@
-"""What a sampler must keep: the tokens and log-probabilities of its model, seeds, stops, limits, a row to train on."""
+"""Contract checks of samplers: correct tokens and log-probabilities, seeds, stops, limits, rows for training."""
 
 import contextlib
 import inspect
@@ -26,10 +26,10 @@ class SamplerCase(Case):
     Attributes:
         model_id: the folder of the model whose forward its log-probabilities are compared with; by default that of its
             arguments.
-        logits: instead, a function of token ids that returns float `[T, V]`, the trainer's logits; None where nothing
-            can be compared.
-        tokenizer: how text is made of tokens; by default that of the model's folder.
-        near: how far log-probabilities may be from the trainer's.
+        logits: alternatively a function of token ids that returns float `[T, V]`, the trainer's logits; None if they
+            are not available.
+        tokenizer: the tokenizer; by default that of the model's folder.
+        near: largest allowed difference from the trainer's log-probabilities.
     """
 
     kind = "sampler"
@@ -41,7 +41,7 @@ class SamplerCase(Case):
 
     @cached_property
     def tiny(self) -> Path:
-        """The folder of the tiny model; its weights are large, so that its choices are clear."""
+        """The folder of the tiny model; its weights are large, so that the most probable tokens are unambiguous."""
         from twinkle.hub.quiet import quiet_transformers
         from twinkle_testing.models import tiny_model
 
@@ -67,7 +67,7 @@ class SamplerCase(Case):
 
     @cached_property
     def sampler(self) -> Any:
-        """One sampler that all checks share: building one may mean to load a model."""
+        """A sampler that all checks share, because building one may load a model."""
         sampler = self.build()
         sampler.set_template("Template", **self._text())
         return sampler
@@ -85,7 +85,7 @@ class SamplerCase(Case):
         if self.logits is not None:
             return self.logits
         if self.place is None or not Path(self.place).is_dir():
-            raise NotApplicable("it is not known what its model's forward gives; give model_id= (a folder) or logits=")
+            raise NotApplicable("the logits of its model are not known; give model_id= (a folder) or logits=")
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -110,7 +110,7 @@ class SamplerCase(Case):
         return found
 
     def sample(self, prompts: Sequence[Sequence[int]] = _PROMPTS, **params: Any) -> list[Any]:
-        """Return the responses to encoded prompts, checked to be one for each with sequences in it."""
+        """Return the responses to encoded prompts, and check that each prompt has one with sequences."""
         params = {"max_tokens": 6, "logprobs": 1, **params}
         found: list[Any] = self.sampler.sample([{"input_ids": list(ids)} for ids in prompts], params)
         require(isinstance(found, list) and len(found) == len(prompts), f"{shown(found)} for {len(prompts)} prompts")
@@ -162,7 +162,7 @@ def logprobs(case: SamplerCase) -> None:
     for temperature in (1.0, 0.7):
         for prompt, response in zip(_PROMPTS, case.sample(temperature=temperature, seed=3), strict=True):
             (sequence,) = response.sequences
-            require(sequence.logprobs is not None, "with logprobs=1 there are none")
+            require(sequence.logprobs is not None, "with logprobs=1 there are no log-probabilities")
             pairs = [entry[0] for entry in sequence.logprobs]
             require(
                 [token for token, _ in pairs] == list(sequence.tokens),
@@ -208,7 +208,10 @@ def generators_left_alone(case: SamplerCase) -> None:
 
     before = torch.get_rng_state()
     case.sample(seed=5)
-    require(torch.equal(before, torch.get_rng_state()), "it used torch's generator; a run would depend on its sampling")
+    require(
+        torch.equal(before, torch.get_rng_state()),
+        "it used torch's generator, so that training would depend on sampling",
+    )
 
 
 def max_tokens(case: SamplerCase) -> None:
@@ -254,7 +257,7 @@ def stop_strings(case: SamplerCase) -> None:
         require(found.decoded == wanted, f"with stop={stop!r} decoded is {found.decoded!r}; it must be {wanted!r}")
         require(len(found.tokens) <= len(response.sequences[0].tokens), "it drew on behind the stop")
         return
-    raise NotApplicable("in eight draws there was no text to stop at")
+    raise NotApplicable("eight samples contained no text to stop at")
 
 
 def trains(case: SamplerCase) -> None:
@@ -289,7 +292,7 @@ def bad_arguments(case: SamplerCase) -> None:
     for name, call in calls.items():
         try:
             found = call()
-        except Exception as error:  # which error is the sampler's choice; what it says is not
+        except Exception as error:  # any error type is allowed, but its message must name the argument
             require(name in str(error), f"{name}=1 raised {type(error).__name__}: {error}; it must name it")
             continue
         raise Violation(f"{name + '=1' if name else 'an empty prompt'} was accepted and gave {shown(found)}")

@@ -1,4 +1,4 @@
-"""What a scheduler must keep: torch's protocol, finite rates from 0, and a state that continues where it was."""
+"""Contract checks of schedulers: torch's protocol, finite rates >= 0, and state that resumes exactly."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ class SchedulerCase(Case):
     """A scheduler and the optimizer whose rates it changes.
 
     Attributes:
-        make: takes an optimizer and returns the scheduler, where it is not built as `cls(optimizer, **kwargs)`.
+        make: takes an optimizer and returns the scheduler, if it is not built as `cls(optimizer, **kwargs)`.
         optimizer: takes parameter groups and returns an optimizer; by default AdamW.
-        step_arguments: what `step` is given, such as the metric that a plateau is looked for in.
-        rates: the learning rates expected after 0, 1, 2, ... steps as fractions of the base rate, if they are known.
+        step_arguments: arguments of `step`, such as the metric of `ReduceLROnPlateau`.
+        rates: the expected learning rates after 0, 1, 2, ... steps as fractions of the base rate, if known.
     """
 
     kind = "scheduler"
@@ -56,7 +56,7 @@ def walk(case: SchedulerCase, scheduler: Any, optimizer: Any, steps: int) -> lis
 
 
 def protocol(case: SchedulerCase) -> None:
-    """It has `step`, `state_dict` and `load_state_dict`, and `get_last_lr` gives one rate a group."""
+    """It has `step`, `state_dict` and `load_state_dict`, and `get_last_lr` returns one rate per group."""
     optimizer = case.base()
     scheduler = case.on(optimizer)
     for name in ("step", "state_dict", "load_state_dict", "get_last_lr"):
@@ -67,7 +67,7 @@ def protocol(case: SchedulerCase) -> None:
 
 
 def finite(case: SchedulerCase) -> None:
-    """Rates are finite and at least 0, long after its last planned step too."""
+    """Rates are finite and at least 0, also long after its last planned step."""
     optimizer = case.base()
     scheduler = case.on(optimizer)
     try:
@@ -81,7 +81,7 @@ def finite(case: SchedulerCase) -> None:
 
 
 def expected_rates(case: SchedulerCase) -> None:
-    """Each group gets its base rate times the same factor, and the factors expected, if they are known."""
+    """All groups have the same factor of their base rate; the factors equal the expected ones, if given."""
     optimizer = case.base()
     scheduler = case.on(optimizer)
     found = walk(case, scheduler, optimizer, max(len(case.rates) - 1, _HALF))
@@ -115,7 +115,7 @@ def round_trip(case: SchedulerCase) -> None:
 
 
 def only_rates(case: SchedulerCase) -> None:
-    """It changes no parameter."""
+    """It does not change parameters."""
     optimizer = case.base()
     scheduler = case.on(optimizer)
     for _ in range(3):

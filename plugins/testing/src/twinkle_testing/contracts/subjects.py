@@ -1,4 +1,4 @@
-"""What is to be checked: components by name, of a plugin, of a folder or in a file, with the examples they have."""
+"""Selects the components to check, by name, plugin, folder or file, with their examples."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,9 @@ class Subject:
     """A component before it is imported.
 
     Attributes:
-        thing: what was given.
+        thing: the argument of `check_component`.
         kind: its kind.
-        name: how reports call it.
+        name: its name in reports.
         spec: its entry in a manifest, if it has one.
     """
 
@@ -31,7 +31,7 @@ class Subject:
 
     @classmethod
     def of(cls, thing: Any, kind: str) -> "Subject":
-        """Read what was given; a text that is a name is looked up, and nothing is imported."""
+        """Resolve the argument; names are looked up in the registry, and nothing is imported."""
         spec = _spec(thing, kind)
         if spec is not None:
             return cls(thing, kind, spec.name, spec)
@@ -50,10 +50,10 @@ class Subject:
         return registry().resolve(self.spec or self.thing, self.kind)
 
     def example(self) -> dict[str, Any]:
-        """Return what the manifest says of how to build and call it.
+        """Return the example of the manifest.
 
         Raises:
-            ArgumentError: the manifest's `example` gives something else than a mapping.
+            ArgumentError: the manifest's `example` is not a mapping.
         """
         if self.spec is None:
             return {}
@@ -62,7 +62,7 @@ class Subject:
 
 
 def read_example(source: ComponentSpec) -> dict[str, Any]:
-    """Return the mapping that `source.ref` names, or that the function there gives."""
+    """Return the mapping that `source.ref` names, or that the function of this name returns."""
     from twinkle._registry import registry
 
     found = registry().load(source)
@@ -76,17 +76,17 @@ def read_example(source: ComponentSpec) -> dict[str, Any]:
 
 
 def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
-    """Return what `text` names as pairs (component, kind).
+    """Return the components that `text` names, as pairs (component, kind).
 
     Args:
         text: a plugin, `Name`, `plugin/Name`, `kind:Name`; a folder that holds a plugin; `./file.py:Name`; or a
             reference to a Hub, `hf://org/repo#Name`.
-        kind: only components of this kind; for a file or code of a Hub without a manifest, what it is.
+        kind: only components of this kind; for a file or code of a Hub without a manifest, its kind.
 
     Raises:
-        ComponentNotFound: nothing is called so, or the plugin offers nothing of that kind.
-        ArgumentError: the kind of what stands in a file or on a Hub cannot be told.
-        NotTrusted: it is code of a Hub that nobody allowed to run.
+        ComponentNotFound: the name is unknown, or the plugin has no component of that kind.
+        ArgumentError: the kind of a component in a file or on a Hub cannot be determined.
+        NotTrusted: it is code of a Hub that is not trusted.
     """
     found = _found(text, kind)
     chosen = [(thing, of) for thing, of in found if not kind or of == kind]
@@ -123,7 +123,7 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
 
 
 def uninstalled_folder(text: str) -> Path | None:
-    """Return the folder that `text` means, resolved, if the plugin in it is not installed from there; else None."""
+    """Return the folder that `text` names, resolved, unless the plugin in it is installed from there; else None."""
     from twinkle._registry import registry
     from twinkle_testing.contracts.folders import manifest_in
 
@@ -135,7 +135,7 @@ def uninstalled_folder(text: str) -> Path | None:
 
 
 def _is_folder(text: str) -> bool:
-    """Say whether a folder is meant: one that is there, and whose bare name nothing installed has."""
+    """Return whether `text` names a folder: it exists, and no installed component has this bare name."""
     from twinkle._registry import registry
 
     if not Path(text).is_dir():
@@ -158,7 +158,7 @@ def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
 
 
 def file_module(place: str, *, asked: str) -> ModuleType:
-    """Import a Python file; in a frozen run it must be as it was locked.
+    """Import a Python file; in a frozen run it must be unchanged since it was locked.
 
     Raises:
         NotTrusted: the run is frozen, and the lock does not list the file or it was changed.

@@ -1,4 +1,4 @@
-"""What a template must keep: labels on what the assistant writes and one position early, text that comes back."""
+"""Contract checks of templates: shifted labels on the assistant's text only, decodable tokens."""
 
 import copy
 from collections.abc import Mapping
@@ -56,14 +56,14 @@ class TemplateCase(Case):
 
 
 def row_form(case: TemplateCase) -> None:
-    """A row has whole numbers as `input_ids`, `labels`, `attention_mask` and `position_ids`, all of one length."""
+    """A row has integers in `input_ids`, `labels`, `attention_mask` and `position_ids`, all of one length."""
     row = case.encode(case.build())
     length = len(row["input_ids"])
     require(length > 0, "it made no tokens")
     for key in ("input_ids", "labels", "attention_mask", "position_ids"):
         values = row.get(key)
         require(isinstance(values, list) and len(values) == length, f"{key} is {shown(values)} for {length} tokens")
-        require(all(type(value) is int for value in row[key]), f"{key} holds other things than whole numbers")
+        require(all(type(value) is int for value in row[key]), f"{key} must contain integers only")
     require(row.get("length", length) == length, f"length is {row.get('length')} for {length} tokens")
 
 
@@ -96,12 +96,12 @@ def text_comes_back(case: TemplateCase) -> None:
     text, place = template.decode(case.encode(template)["input_ids"]), 0
     for message in case.trajectory["messages"]:
         found = text.find(message["content"], place)
-        require(found >= 0, f"{shown(message['content'])} does not stand, in its order, in {shown(text, 400)}")
+        require(found >= 0, f"{shown(message['content'])} does not occur, in its order, in {shown(text, 400)}")
         place = found
 
 
 def prompt(case: TemplateCase) -> None:
-    """A generation prompt is the beginning of the conversation with an answer, and trains nothing."""
+    """A generation prompt is a prefix of the conversation with an answer, and has no labels."""
     template = case.build()
     messages = list(case.trajectory["messages"])
     asked = {**case.trajectory, "messages": messages[:2][:-1] if messages[1]["role"] == "assistant" else messages[:-1]}
@@ -112,12 +112,12 @@ def prompt(case: TemplateCase) -> None:
     start = whole["input_ids"][: len(row["input_ids"])]
     require(
         start == row["input_ids"],
-        f"the prompt {shown(row['input_ids'])} is not how the answered one begins: {shown(start)}",
+        f"the prompt {shown(row['input_ids'])} is not a prefix of the answered conversation: {shown(start)}",
     )
 
 
 def untrained_turns(case: TemplateCase) -> None:
-    """A turn with `loss` false is not trained, and the others are as before."""
+    """A turn with `loss` false is not trained; other turns do not change."""
     template = case.build()
     messages = [dict(message) for message in case.trajectory["messages"]]
     for message in messages:
@@ -129,7 +129,7 @@ def untrained_turns(case: TemplateCase) -> None:
 
 
 def batches(case: TemplateCase) -> None:
-    """`batch_encode` of a list and of columns is `encode` of each row."""
+    """`batch_encode` of a list and of columns equals `encode` of each row."""
     template = case.build()
     one, two = dict(case.trajectory), {**case.trajectory, "messages": list(case.trajectory["messages"])[:2]}
     expected = [case.encode(template, row)["input_ids"] for row in (one, two)]
@@ -148,7 +148,7 @@ def rides_along(case: TemplateCase) -> None:
 
 
 def joined(case: TemplateCase) -> None:
-    """`concat_input_feature` keeps the prompt's tokens and trains exactly the new ones."""
+    """`concat_input_feature` keeps the tokens of the prompt and trains exactly the new ones."""
     template = case.build()
     asked = {**case.trajectory, "messages": list(case.trajectory["messages"])[:1]}
     before = case.encode(template, asked, add_generation_prompt=True)
@@ -178,7 +178,7 @@ def bad_rows_refused(case: TemplateCase) -> None:
 
 
 def pickle(case: TemplateCase) -> None:
-    """It pickles, so that several processes can encode, and gives the same rows."""
+    """It can be pickled for encoding in several processes, and gives the same rows."""
     template = case.build()
     again = case.encode(pickled(template))
     require(same(again["input_ids"], case.encode(template)["input_ids"]), "after pickling it gives other tokens")

@@ -1,4 +1,4 @@
-"""What a tool must keep: a schema that a model can read, and text for an answer."""
+"""Contract checks of tools: a valid schema, and text as result."""
 
 import re
 from collections.abc import Mapping
@@ -59,19 +59,19 @@ def check_schema(info: Any) -> None:
     fine = isinstance(parameters, Mapping) and parameters.get("type") == "object"
     require(
         fine and isinstance(parameters.get("properties"), Mapping),
-        f"the parameters of {name} are no schema of an object",
+        f"the parameters of {name} must be a schema of an object",
     )
     unknown = set(parameters.get("required", ())) - set(parameters["properties"])
     require(not unknown, f"{name} requires {', '.join(sorted(unknown))}, which its properties do not have")
 
 
 def schema(case: ToolCase) -> None:
-    """`tool_info` gives a function with name, description and a JSON schema of its parameters."""
+    """`tool_info` returns a function with name, description and a JSON schema of its parameters."""
     check_schema(case.build().tool_info())
 
 
 def answer(case: ToolCase) -> None:
-    """A call answers with text, the expected one if it is known."""
+    """A call returns text; it equals the expected one, if given."""
     tool = case.build()
     name, arguments = case.call(tool)
     found = tool(name, arguments)
@@ -90,7 +90,7 @@ def arguments_left_alone(case: ToolCase) -> None:
 
 
 def info_stable(case: ToolCase) -> None:
-    """Its schema does not change by calls, and changing what it returned does not change the tool."""
+    """Its schema is not changed by calls, and modifying the returned dict does not change the tool."""
     tool = case.build()
     first = as_json(tool.tool_info(), "tool_info()")
     tool(*case.call(tool))
@@ -101,7 +101,7 @@ def info_stable(case: ToolCase) -> None:
 
 
 def pickle(case: ToolCase) -> None:
-    """It pickles, as a rollout elsewhere needs, with its schema."""
+    """It can be pickled with its schema, for rollouts in other processes."""
     tool = case.build()
     require(same(pickled(tool).tool_info(), tool.tool_info()), "after pickling it has another schema")
 

@@ -1,4 +1,4 @@
-"""What a tool-call parser must keep: it finds the calls of its markup, and nothing in any other text."""
+"""Contract checks of tool-call parsers: they find all calls in their format, and none in other text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ PLAIN = (
     "An Action is a thing; name[0] is the first.",
     "漢字 🙂 \x00",
 )
-"""Texts without any call."""
+"""Texts without a call."""
 
 
 @dataclass(kw_only=True)
@@ -59,11 +59,11 @@ def calls_found(case: ToolParserCase) -> None:
             require(parser.detect(whole), f"detect() says there is no call in {shown(whole)}")
             found = [_as_pair(call) for call in parser.parse(whole)]
             wanted = [(name, dict(arguments)) for name, arguments in calls]
-            require(found == wanted, f"parse() found {shown(found, 300)}; in the text stand {shown(wanted, 300)}")
+            require(found == wanted, f"parse() found {shown(found, 300)}; the text contains {shown(wanted, 300)}")
 
 
 def form(case: ToolParserCase) -> None:
-    """A call has an id of its own, the type "function", a name, and arguments as JSON text of an object."""
+    """A call has a distinct id, the type "function", a name, and arguments as JSON text of an object."""
     parser = case.build()
     for text in case.texts():
         found = parser.parse(f"{text}\n{text}")
@@ -77,7 +77,7 @@ def form(case: ToolParserCase) -> None:
 
 
 def cleaned(case: ToolParserCase) -> None:
-    """`clean` leaves the text around calls and nothing of the calls."""
+    """`clean` removes calls and keeps the text around them."""
     parser = case.build()
     for text in case.texts():
         left = parser.clean(f"I will look.\n{text}\nDone.")
@@ -87,7 +87,7 @@ def cleaned(case: ToolParserCase) -> None:
 
 
 def no_call(case: ToolParserCase) -> None:
-    """A text without a call has none, and `clean` keeps it."""
+    """No call is found in a text without one, and `clean` keeps the text."""
     parser = case.build()
     for text in case.plain:
         require(not parser.detect(text), f"detect() sees a call in {shown(text)}")
@@ -111,13 +111,13 @@ def broken(case: ToolParserCase) -> None:
             require(bool(found) == bool(parser.detect(piece)), f"detect() and parse() differ about {shown(piece)}")
             parser.clean(piece)
             for call in found:
-                require(isinstance(_as_pair(call)[1], dict), f"the arguments of {shown(call)} are no object")
+                require(isinstance(_as_pair(call)[1], dict), f"the arguments of {shown(call)} are not an object")
         cut = parser.parse(text[: len(text) // 2])
         require(len(cut) <= len(wanted), f"half of {shown(text)} holds more calls than the whole")
 
 
 def same_again(case: ToolParserCase) -> None:
-    """The same text gives the same calls, ids included, after others too."""
+    """The same text gives the same calls with the same ids, also after other texts."""
     parser = case.build()
     for text in case.texts():
         first = parser.parse(text)
@@ -127,7 +127,7 @@ def same_again(case: ToolParserCase) -> None:
 
 
 def pickle(case: ToolParserCase) -> None:
-    """It pickles, as a template that has it does."""
+    """It can be pickled, as part of a template."""
     pickled(case.build())
 
 
@@ -141,5 +141,5 @@ def _as_pair(call: Any) -> tuple[str, Any]:
     try:
         return function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        require(False, f"the arguments {shown(arguments)} are no JSON")
+        require(False, f"the arguments {shown(arguments)} are not JSON")
         raise

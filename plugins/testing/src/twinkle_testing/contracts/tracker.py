@@ -1,4 +1,4 @@
-"""What a tracker must keep: hooks in their order, NaN, a run that goes on in its folder, an end without a beginning."""
+"""Contract checks of trackers: hooks, complete records, NaN, resumed runs, an end without a start."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ _HOOKS = (
 
 @dataclass(kw_only=True)
 class TrackerCase(Case):
-    """A tracker and what is read back from it.
+    """A tracker and a function that reads its records.
 
     Attributes:
-        read: takes the run's folder and returns `{step: {name: number}}` as recorded there; None where the tracker
+        read: takes the run's folder and returns `{step: {name: number}}` as recorded there; None if the tracker
             writes elsewhere. Numbers that are not finite may be missing or None.
     """
 
@@ -34,21 +34,21 @@ class TrackerCase(Case):
     _runs: int = field(default=0, init=False, repr=False)
 
     def run(self) -> Any:
-        """Return a run in a fresh folder, which fires nothing by itself."""
+        """Return a run in a new folder, which calls no hooks by itself."""
         from twinkle.run import Run
 
         self._runs += 1
         return Run(f"contract-{self._runs}", root=self.folder)
 
     def recorded(self, run: Any) -> Mapping[int, Mapping[str, Any]]:
-        """Return what stands in the run's folder."""
+        """Return the records in the run's folder."""
         if self.read is None:
             raise NotApplicable("its example gives no read=, a function of the run's folder that gives {step: numbers}")
         return self.read(run.folder)
 
 
 def fire(tracker: Any, hook: str, **arguments: Any) -> None:
-    """Call a hook of the tracker with those of its arguments that the method takes, as pluggy does."""
+    """Call a hook of the tracker with the arguments that the method declares, like pluggy."""
     method = getattr(tracker, hook, None)
     if method is not None:
         taken = inspect.signature(method).parameters
@@ -56,7 +56,7 @@ def fire(tracker: Any, hook: str, **arguments: Any) -> None:
 
 
 def lifecycle(tracker: Any, run: Any, steps: Mapping[int, Mapping[str, Any]]) -> None:
-    """Play a whole run."""
+    """Call the hooks of a whole run."""
     fire(tracker, "twinkle_run_start", run=run)
     for step, metrics in steps.items():
         fire(tracker, "twinkle_step_end", run=run, step=step, metrics=metrics)
@@ -152,7 +152,7 @@ def released(case: TrackerCase) -> None:
     lifecycle(tracker, run, {1: NUMBERS})
     open_files = _open_below(run.folder)
     if open_files:
-        raise Violation(f"after the run's end it still has open: {', '.join(open_files)}")
+        raise Violation(f"after the end of the run these files are still open: {', '.join(open_files)}")
     shutil.rmtree(run.folder)
 
 
@@ -171,7 +171,7 @@ CHECKS = (
 
 
 def _open_below(folder: Path) -> list[str]:
-    """Return the files below a folder that this process has open; nothing where the system does not say."""
+    """Return the open files of this process below a folder; empty if the system does not list them."""
     handles = Path("/proc/self/fd")
     if not handles.is_dir():
         return []
@@ -179,6 +179,6 @@ def _open_below(folder: Path) -> list[str]:
     for handle in handles.iterdir():
         try:
             targets.append(handle.readlink())
-        except OSError:  # it was the handle of this very listing
+        except OSError:  # the descriptor of this listing itself
             continue
     return sorted(str(path) for path in targets if path.is_relative_to(folder.resolve()))

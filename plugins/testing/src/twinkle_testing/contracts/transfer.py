@@ -1,4 +1,4 @@
-"""Two processes, or threads, with a checkpoint engine each: what the checks of checkpoint engines command."""
+"""Two processes, or threads, with a checkpoint engine each, which the checks control."""
 
 import asyncio
 import multiprocessing
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class SideFailed(TwinkleError, RuntimeError):
-    """A call of the engine raised in its process, or the process is gone."""
+    """A call of the engine raised in its process, or the process has ended."""
 
 
 def weights(seed: int, size: int) -> "list[tuple[str, Tensor]]":
     """Return named weights of many forms: large, strided, scalar, empty, of several dtypes.
 
     Args:
-        seed: of the numbers.
-        size: bytes of the largest.
+        seed: seed of the values.
+        size: size of the largest weight, in bytes.
     """
     import torch
 
@@ -46,13 +46,13 @@ def weights(seed: int, size: int) -> "list[tuple[str, Tensor]]":
 
 
 class Side:
-    """A process that holds one engine and does what it is told.
+    """A process that has one engine and executes commands.
 
     Args:
         engine: the class of the engine.
-        kwargs: of its constructor.
-        start: how the process is started.
-        seconds: how long an answer may take.
+        kwargs: arguments of its constructor.
+        start: start method of the process.
+        seconds: time limit of a command.
     """
 
     def __init__(self, engine: Any, kwargs: dict[str, Any], start: str, seconds: float) -> None:
@@ -64,18 +64,18 @@ class Side:
         theirs.close()
 
     def tell(self, command: str, argument: Any = None) -> None:
-        """Begin a command without waiting for its end."""
+        """Start a command without waiting for its end."""
         try:
             self._connection.send((command, argument))
         except OSError as error:
             raise SideFailed(f"{command}: the process is gone") from error
 
     def answer(self) -> Any:
-        """Wait for the end of the command, and return what it gave.
+        """Wait for the end of the command, and return its result.
 
         Raises:
-            SideFailed: it raised, or the process died.
-            TimeoutError: there was no answer in time.
+            SideFailed: the command raised, or the process died.
+            TimeoutError: the time limit was exceeded.
         """
         if not self._connection.poll(self._seconds):
             raise TimeoutError(f"no answer within {self._seconds:g} s")
@@ -88,7 +88,7 @@ class Side:
         return value
 
     def ask(self, command: str, argument: Any = None) -> Any:
-        """Give a command and wait for its end."""
+        """Run a command and wait for its end."""
         self.tell(command, argument)
         return self.answer()
 
@@ -104,12 +104,12 @@ class Side:
 
 
 class SideHere:
-    """A thread of this process that does what a `Side` does; instead of being killed it raises.
+    """Like `Side`, but a thread of this process; it raises instead of being killed.
 
     Args:
         engine: the class of the engine.
-        kwargs: of its constructor.
-        seconds: how long an answer may take.
+        kwargs: arguments of its constructor.
+        seconds: time limit of a command.
     """
 
     def __init__(self, engine: Any, kwargs: dict[str, Any], seconds: float) -> None:
@@ -118,7 +118,7 @@ class SideHere:
         self._answers: list[Future[Any]] = []
 
     def tell(self, command: str, argument: Any = None) -> None:
-        """Begin a command without waiting for its end."""
+        """Start a command without waiting for its end."""
         self._answers.append(self._thread.submit(self._do, command, argument))
 
     def _do(self, command: str, argument: Any) -> Any:
@@ -132,25 +132,25 @@ class SideHere:
             return self._answers.pop(0).result(self._seconds)
         except TimeoutError:
             raise TimeoutError(f"no answer within {self._seconds:g} s") from None
-        except Exception as error:  # whatever the engine raises is the answer
+        except Exception as error:  # the error is the result of the command
             raise SideFailed(f"{type(error).__name__}: {error}") from error
 
     def ask(self, command: str, argument: Any = None) -> Any:
-        """Give a command and wait for its end."""
+        """Run a command and wait for its end."""
         self.tell(command, argument)
         return self.answer()
 
     def wait(self) -> None:
-        """Do nothing: who waits for the answer knows that it raised."""
+        """Do nothing: `answer` raises the error."""
 
     def kill(self) -> None:
-        """Let the other side go, and end the thread when it is done."""
+        """Release the other side, and end the thread after its command."""
         self._engine.finalize()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _serve(connection: "Connection[Any, Any]", engine_class: Any, kwargs: dict[str, Any]) -> None:
-    """Obey until the connection ends."""
+    """Execute commands until the connection ends."""
     engine = None
     while True:
         try:
@@ -161,7 +161,7 @@ def _serve(connection: "Connection[Any, Any]", engine_class: Any, kwargs: dict[s
             engine = engine or engine_class(**kwargs)
             value = _obey(engine, command, argument)
             connection.send((True, value))
-        except Exception as error:  # whatever the engine raises is the answer
+        except Exception as error:  # the error is the result of the command
             connection.send((False, f"{command}: {type(error).__name__}: {error}"))
 
 
@@ -186,7 +186,7 @@ def _half(seed: int, size: int) -> "Iterator[tuple[str, Tensor]]":
 
     named = weights(seed, size)
     yield from named[: len(named) // 2]
-    time.sleep(0.2)  # what was given so far may be on its way
+    time.sleep(0.2)  # let the weights that were passed so far be sent
     os._exit(9)
 
 
@@ -197,7 +197,7 @@ def _raising(seed: int, size: int) -> "Iterator[tuple[str, Tensor]]":
 
 
 async def _received(engine: Any) -> list[tuple[str, str, Any]]:
-    """Return name, dtype and numbers of each weight, copied at once: the engine may use its buffer again."""
+    """Return name, dtype and values of each weight, copied immediately because the engine may reuse its buffer."""
     found = []
     async for name, tensor in engine.receive_weights():
         plain = tensor.detach().cpu()

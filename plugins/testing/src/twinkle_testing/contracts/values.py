@@ -1,4 +1,4 @@
-"""Comparing whatever components take and return: nested values with tensors, arrays and NaN in them."""
+"""Compares nested values with tensors, arrays and NaN in them."""
 
 import copy
 import json
@@ -10,12 +10,12 @@ from twinkle_testing.contracts.case import require
 
 
 def same(one: Any, two: Any, *, tolerance: float = 0.0) -> bool:
-    """Say whether two values hold the same, number for number; NaN equals NaN.
+    """Return whether two values are equal, number for number; NaN equals NaN.
 
     Args:
         one: nested mappings, sequences, tensors, arrays and plain values.
         two: likewise.
-        tolerance: how far two fractions may be apart.
+        tolerance: largest allowed difference of two floats.
     """
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(same(one[key], two[key], tolerance=tolerance) for key in one)
@@ -29,7 +29,7 @@ def same(one: Any, two: Any, *, tolerance: float = 0.0) -> bool:
 
 
 def left_alone(action: Callable[[Any], Any], value: Any, what: str) -> Any:
-    """Call `action(value)`, require that `value` is as before, and return what the call returned."""
+    """Call `action(value)`, require that `value` is unchanged, and return the result of the call."""
     before = copy.deepcopy(value)
     result = action(value)
     require(same(before, value), f"it changed {what} that it was given; work on a copy")
@@ -37,12 +37,12 @@ def left_alone(action: Callable[[Any], Any], value: Any, what: str) -> Any:
 
 
 def is_plain_number(value: Any) -> bool:
-    """Say whether a value is Python's own `int` or `float` (and no truth value)."""
+    """Return whether a value is an `int` or `float` of Python, not a `bool`."""
     return type(value) in (int, float)
 
 
 def as_json(value: Any, what: str) -> str:
-    """Return a value as JSON; a value that JSON does not know is a violation."""
+    """Return a value as JSON text; a value that is not JSON data is a violation."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -51,13 +51,13 @@ def as_json(value: Any, what: str) -> str:
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """Return a value as a message shows it."""
+    """Return a value in the form of messages."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is neither mapping, list nor tuple inside a value."""
+    """Yield the values inside nested mappings, lists and tuples."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)

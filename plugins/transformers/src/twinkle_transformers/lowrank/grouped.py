@@ -106,7 +106,7 @@ def add_grouped_outer(groups: Groups, targets: Tensor, left: Tensor, right: Tens
 
     Args:
         groups: the groups of rows.
-        targets: `[n, a, b]`, perhaps of a wider dtype than the product.
+        targets: `[n, a, b]`, possibly of a wider dtype than the product.
         left: `[L, a]`.
         right: `[L, b]`.
         scale: factor.
@@ -121,6 +121,7 @@ def add_grouped_outer(groups: Groups, targets: Tensor, left: Tensor, right: Tens
             targets.add_(torch.bmm(a, b), alpha=scale)
         return
     if has_kernel(left, right):
+        # Rows of the groups are the inner dimension here; the result `[n, a, b]` has a matrix for each group.
         targets.add_(nn.functional.grouped_mm(left.t(), right, offs=groups.offsets(left.device)), alpha=scale)
         return
     for target, a, b in zip(targets, groups.split(left), groups.split(right), strict=True):

@@ -1,4 +1,4 @@
-"""The weights of a LoRA adapter in one flat buffer: where each matrix lies, and immutable versions of the buffer."""
+"""The weights of a LoRA adapter in one flat buffer: offsets of the matrices, and immutable versions of the buffer."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from torch import Tensor
 from twinkle.errors import NonFiniteError
 
 ALIGNMENT = 8
-"""Numbers at whose multiples each matrix begins: 16 bytes of a 2-byte dtype, which grouped kernels ask for."""
+"""Alignment of matrices, in elements: 16 bytes of a 2-byte dtype, as grouped kernels require."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Entry:
     """One adapted product `y = x W^T + scale * (x A^T) B^T` of an adapter.
 
     Attributes:
-        rank: r, as stored (a device may want it rounded up; what is added stays 0).
+        rank: r, as stored; for some devices it is rounded up, and the added rows stay 0.
         fan_in: size of x.
         fan_out: size of y.
         scale: factor of the low-rank term: `alpha / r`, or `alpha / sqrt(r)` with rslora (arXiv:2312.03732).
         down: offset of A.
         up: offset of B.
-        experts: number of experts, each with matrices of its own; 0 for an ordinary linear layer.
-        as_given: B lies as PEFT has it, `[fan_out, r]`, for buffers that are mostly copied and not trained.
+        experts: number of experts, each with its own matrices; 0 for an ordinary linear layer.
+        as_given: B is stored as in PEFT, `[fan_out, r]`, for buffers that are mostly copied and not trained.
 
     A lies there as `[r, fan_in]`, B transposed, as `[r, fan_out]`. With experts A lies as `[experts, r, fan_in]` and B
     as `[r, experts, fan_out]`, so that both can be seen as the matrices that PEFT has; ranks are not rounded up there.
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def up_shape(self) -> tuple[int, ...]:
-        """Shape of B, transposed (with experts not the order in which it lies)."""
+        """Shape of B, transposed; with experts this is not the memory order."""
         return (self.rank, self.fan_out) if not self.experts else (self.experts, self.rank, self.fan_out)
 
     def down_of(self, flat: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ class Layout:
     Attributes:
         shapes: what the adapter has at each place, in the order in which they lie.
         entries: the same with offsets.
-        size: numbers in the buffer, what lies between matrices for the sake of alignment included.
+        size: number of elements of the buffer, including padding for alignment.
         rank_multiple: ranks are stored rounded up to a multiple of it.
-        as_given: each B lies as PEFT has it (see `Entry`); not those of experts.
+        as_given: each B is stored as in PEFT (see `Entry`), except those of experts.
     """
 
     shapes: Mapping[str, Shape]
@@ -102,13 +102,13 @@ class Layout:
         Args:
             shapes: name of the place and what the adapter has there.
             rank_multiple: ranks are stored rounded up to a multiple of it.
-            as_given: let each B lie as PEFT has it.
+            as_given: store each B as in PEFT.
         """
         return _layout(tuple(shapes), rank_multiple, as_given)
 
     @cached_property
     def parameters(self) -> int:
-        """Number of trained numbers, alignment and rounded ranks left out."""
+        """Number of trained elements, without padding for alignment and rounded ranks."""
         return sum(s.rank * (s.fan_in + s.fan_out) * max(1, s.experts) for s in self.shapes.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -143,11 +143,11 @@ def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class AdapterVersion:
-    """The weights of an adapter at one time.
+    """The weights of an adapter at one point of training.
 
     Attributes:
         layout: offsets of the matrices.
-        flat: `[P]`; nothing else may refer to it.
+        flat: `[P]`, not shared with other objects.
         key: identifies the weights: versions with equal keys are equal.
     """
 

@@ -30,7 +30,7 @@ class AdapterGroup:
         groups: rows of each operation.
         weights: `[n, P]`, in the dtype of the products.
         grads: float32 (float64 for float64 weights) `[n, P]`, gradients of the operations; None without training.
-        dropout: factors on the input of A; None is no dropout.
+        dropout: factors on the input of A; None without dropout.
     """
 
     layout: Layout
@@ -77,6 +77,7 @@ def stack(weights: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = No
         return weights[0].detach()[None]
     if out is None:
         out = torch.empty(len(weights), weights[0].numel(), dtype=dtype, device=weights[0].device)
+    # One fused copy, which also casts to the dtype of the products, instead of a kernel per adapter.
     torch._foreach_copy_(list(out.unbind()), [w.detach() for w in weights])
     return out
 
@@ -178,6 +179,7 @@ def _add_term(
     groups, weights, totals = adapter_group.groups, adapter_group.weights, adapter_group.grads
     assert totals is not None
     own_grads = groups.cut(g)
+    # s (g B) has the width of the rank and is needed for dA and dx; no tensor of the size of a weight is built.
     inner = groups.multiply(own_grads, entry.up_of(weights).mT).mul_(entry.scale)
     groups.add_outer(entry.up_of(totals), hidden, own_grads, entry.scale)
     groups.add_outer(entry.down_of(totals), inner, _into(adapter_group, entry, rows, name))

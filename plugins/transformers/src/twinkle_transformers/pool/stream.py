@@ -1,4 +1,4 @@
-"""The stream of tokens that a pass computes: where each micro-batch lies in it, and its outputs."""
+"""The token stream of a pass: the position of each micro-batch in it, and its outputs."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class Scratch:
     """Buffers that passes reuse: on a CPU, page faults of new memory cost more than the work on it.
 
     Args:
-        most: maximum number of bytes that are kept between passes.
+        most: maximum number of bytes to keep between passes.
     """
 
     def __init__(self, most: int = SCRATCH_BYTES) -> None:
@@ -103,8 +103,8 @@ class Scratch:
 def in_order(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return micro-batches in stream order: trained ones first, adapters of one layout together, the base model last.
 
-    So trained rows are one slice, through which alone a gradient flows, and adapters of one layout form one grouped
-    product.
+    With this order trained rows are one slice, so that the backward skips all other rows, and adapters of one layout
+    form one grouped product.
     """
     order: dict[Any, int] = {}
     places = {id(part): place for place, part in enumerate(parts)}
@@ -151,6 +151,7 @@ def build(
         parents += [parent if parent < 0 else parent + offset for parent in pieces.parents]
         at += sum(sizes)
         part.computed, part.stream = at - begin, pieces.index + begin
+    # A product of very few rows may use another kernel with other rounding, so short streams are padded.
     padding = max(0, LEAST_ROWS - at)
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Adapters as sampling takes them: from PEFT's folders, from the layers of a live model, and stacked for a step."""
+"""Adapter versions for sampling: read from PEFT's folders or a live model, and stacked for a step."""
 
 import re
 import weakref
@@ -26,17 +26,17 @@ from twinkle_transformers.sites import Site, find_sites
 from twinkle_transformers.training_state import read_tensors
 
 _KEY = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
-_NUMBERS = count(1)  # no two versions have one key, whatever a folder says about when it was written
+_NUMBERS = count(1)  # makes keys of versions unique, independent of time stamps of folders
 _BEYOND = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "target_parameters",
     "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "velora_config",
     "kasa_config", "monteclora_config",
 )  # fmt: skip
-"""Fields of a configuration that make an adapter more than low-rank terms of linear layers."""
+"""Configuration fields of adapters that are not only low-rank terms of linear layers."""
 
 
 def sites_of(model: Any) -> dict[str, Site]:
-    """Return where adapters may act, by the names that layers have without PEFT's wrappers.
+    """Return the layers that adapters may adapt, by their names without PEFT's wrappers.
 
     Args:
         model: the Hugging Face module, whose layers PEFT may have wrapped.
@@ -59,11 +59,11 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
     """Read a saved adapter.
 
     Args:
-        folder: as PEFT writes it.
-        sites: of the model.
+        folder: a folder in PEFT's format.
+        sites: layers of the model.
 
     Raises:
-        CheckpointError: there is none, or it belongs to another model.
+        CheckpointError: the folder has no adapter, or one of another model.
         Unsupported: it is more than low-rank terms of linear layers.
     """
     check_digests(folder, (WEIGHTS, CONFIG))
@@ -79,14 +79,14 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
 def arrived_version(
     tensors: Mapping[str, Tensor], config: Any, sites: Mapping[str, Site], what: str, spare: "Spare"
 ) -> AdapterVersion:
-    """Return an adapter that came as tensors; it is copied.
+    """Return an adapter version from tensors, which are copied.
 
     Args:
         tensors: A and B by PEFT's names.
         config: its configuration.
-        sites: of the model.
-        what: how errors call it.
-        spare: memory of those before it.
+        sites: layers of the model.
+        what: name of the adapter in errors.
+        spare: buffers of earlier versions to reuse.
 
     Raises:
         CheckpointError: it belongs to another model.
@@ -99,9 +99,9 @@ def arrived_version(
 
 
 def check_config(config: Any, what: str) -> None:
-    """Refuse a configuration of more than low-rank terms of linear layers."""
+    """Refuse a configuration that is not only low-rank terms of linear layers."""
     if not isinstance(config, LoraConfig):
-        raise Unsupported(f"{what} is no LoRA but {type(config).__name__}")
+        raise Unsupported(f"{what} is not a LoRA but {type(config).__name__}")
     if beyond := [name for name in _BEYOND if getattr(config, name, None)] or ["bias"] * (config.bias != "none"):
         raise Unsupported(f"{what} has {', '.join(beyond)}")
 
@@ -109,25 +109,25 @@ def check_config(config: Any, what: str) -> None:
 def lay_out(
     shapes: Mapping[str, list[int]], config: LoraConfig, sites: Mapping[str, Site], what: str, as_given: bool = False
 ) -> tuple[list[str], Layout]:
-    """Return the places that an adapter adapts, and where its matrices go; shapes are those by PEFT's names."""
+    """Return the layers that an adapter adapts, and the layout of its matrices."""
     names = _names(shapes, what)
     found = [(name, _shape(name, shapes, sites, config, what)) for name in names]
     return names, Layout.of(found, as_given=as_given)
 
 
 def pairs_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """Return A and B of each place."""
+    """Return A and B of each layer."""
     return [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
 
 
 class Spare:
-    """Memory of versions that nobody holds any more, for the next of their layout.
+    """Buffers of released versions, for reuse by versions of the same layout.
 
-    On a CPU new memory costs more than the copy that is put there.
+    On a CPU, allocating new memory costs more than copying the weights into it.
     """
 
     def __init__(self, kept: int = 2) -> None:
-        """Keep so many, the last that came free."""
+        """Keep a number of the most recently released buffers."""
         self._free: deque[tuple[Layout, Tensor]] = deque(maxlen=kept)
 
     def take(self, layout: Layout, device: torch.device) -> Tensor:
@@ -140,7 +140,7 @@ class Spare:
         return torch.zeros(layout.size, dtype=torch.float32, device=device)
 
     def version(self, layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]], key: str) -> AdapterVersion:
-        """Return a copy of all matrices as a version, whose memory comes back when nobody holds it; see `flatten`."""
+        """Return a copy of all matrices as a version, whose buffer is reused after its release; see `flatten`."""
         version = AdapterVersion(layout, flatten(layout, pairs, self.take(layout, pairs[0][0].device)), key)
         if version.flat.device.type == "cpu":
             weakref.finalize(version, self._free.append, (layout, version.flat)).atexit = False
@@ -151,7 +151,7 @@ def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]], flat: Tensor
     """Return one buffer `[P]` with a copy of all matrices, float32.
 
     Args:
-        layout: of the buffer.
+        layout: layout of the buffer.
         pairs: A `[r, in]` and B `[out, r]` of each entry, in the layout's order.
         flat: the buffer to use; by default a new one.
     """
@@ -170,7 +170,7 @@ def _names(shapes: Mapping[str, list[int]], what: str) -> list[str]:
     for key in shapes:
         match = _KEY.match(key)
         if match is None:
-            raise Unsupported(f"{what} has {key}, which is no low-rank term of a linear layer")
+            raise Unsupported(f"{what} has {key}, which is not a low-rank term of a linear layer")
         found.setdefault(match[1], set()).add(match[2])
     if half := sorted(name for name, kinds in found.items() if len(kinds) != 2):
         raise CheckpointError(f"{what} has one of the two matrices of {half[0]}; the file is damaged")
@@ -204,18 +204,18 @@ def _key(name: str, matrix: str) -> str:
 
 
 class LiveAdapters:
-    """Copies adapters of a live module that PEFT wraps, once for each state that training leaves them in."""
+    """Copies adapters of a live module with PEFT layers, once for each state of their weights."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[tuple[Any, ...], AdapterVersion]] = {}
         self._spare = Spare()
 
     def version(self, model: PeftModel, name: str) -> AdapterVersion:
-        """Return an adapter as it is now.
+        """Return the present version of an adapter.
 
         Args:
             model: the wrapped module.
-            name: of the adapter.
+            name: name of the adapter.
 
         Raises:
             Unsupported: it is more than low-rank terms of linear layers.
@@ -259,10 +259,10 @@ def _has(module: Any, name: str) -> bool:
 
 
 class Banks:
-    """Weights of several versions, stacked as a step needs them and kept for the next steps."""
+    """Stacked weights of several versions, cached for the next steps."""
 
     def __init__(self, kept: int = 4) -> None:
-        """Keep so many stacks, the last ones used."""
+        """Keep a number of the most recently used stacks."""
         self._kept = kept
         self._stacks: dict[tuple[str | torch.dtype, ...], Tensor] = {}
 

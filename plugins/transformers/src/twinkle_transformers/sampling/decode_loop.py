@@ -1,4 +1,4 @@
-"""The decode loop of models that cannot run step by step: the rows of a call together, to their end."""
+"""The decode loop of models that cannot run step by step: decodes the rows of one call together until all end."""
 
 import copy
 import inspect
@@ -31,19 +31,19 @@ from twinkle_transformers.segments import Scope
 from twinkle_transformers.sites import install
 
 Within = Callable[[int], AbstractContextManager[Any]]
-"""Gives the context of a call with so many tokens."""
+"""Returns the context of a forward with a given number of tokens."""
 
 
 @dataclass(slots=True)
 class Frontier:
-    """Sequences that a model has read, ready for one more token each.
+    """Sequences that a model has read, ready for the next token.
 
     Attributes:
         cache: the model's key-value cache of B sequences.
         mask_BT: int64 `[B, T]`: 1 where a token is real; rows are padded on the left.
         positions_B: int64 `[B]`: position of the next token.
-        logits_BV: `[B, V]`: of the next token.
-        seen_BV: bool `[B, V]`: tokens that occurred, where somebody needs to know.
+        logits_BV: `[B, V]`: logits of the next token.
+        seen_BV: bool `[B, V]`: tokens that have occurred, if needed.
     """
 
     cache: Any
@@ -53,7 +53,7 @@ class Frontier:
     seen_BV: Tensor | None = None
 
     def repeated(self, count: int, *, last: bool) -> "Frontier":
-        """Return a frontier with each row `count` times in succession; with `last` this one may be used up."""
+        """Return a frontier with each row repeated `count` times; with `last` this one may be reused."""
         frontier = Frontier(
             self.cache if last else copy.deepcopy(self.cache),
             self.mask_BT,
@@ -66,9 +66,9 @@ class Frontier:
         return frontier
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make these the rows, in place; one may come several times."""
+        """Select rows in place; an index may occur several times."""
         index = torch.tensor(rows, device=self.mask_BT.device)
-        self.cache.reorder_cache(index)  # of all selections, the one that layers with a recurrent state know too
+        self.cache.reorder_cache(index)  # the only selection that layers with a recurrent state support too
         self.mask_BT, self.positions_B = self.mask_BT[index], self.positions_B[index]
         self.logits_BV = self.logits_BV[index]
         if self.seen_BV is not None:
@@ -82,9 +82,9 @@ class CachedModel:
         """Wrap a module.
 
         Args:
-            module: what is called: the model, or PEFT's wrapper around it.
+            module: the module to call: the model, or PEFT's wrapper around it.
             base: the model itself.
-            within: gives the context in which it is called with so many tokens, padding included.
+            within: returns the context of a call with a number of tokens, including padding.
         """
         self.module = module
         self._within = within or (lambda tokens: nullcontext())
@@ -99,9 +99,9 @@ class CachedModel:
         """Read prompts of any lengths, padded on the left.
 
         Args:
-            prompts: token ids, at least one a row.
+            prompts: token ids, at least one per row.
             whole: compute the logits of every position.
-            seen: keep account of the tokens that occur.
+            seen: track the tokens that occur.
 
         Returns:
             the frontier, and logits `[B, T, V]` of every position (of the last one only, T = 1, unless `whole`).
@@ -118,7 +118,7 @@ class CachedModel:
         return frontier, logits_BTV
 
     def step(self, frontier: Frontier, tokens_B: Tensor) -> None:
-        """Read one more token a row, in place."""
+        """Read one more token per row, in place."""
         frontier.mask_BT = torch.cat([frontier.mask_BT, torch.ones_like(frontier.mask_BT[:, :1])], dim=-1)
         logits_BTV, frontier.cache = self._run(
             tokens_B[:, None], frontier.mask_BT, frontier.positions_B[:, None], frontier.cache, False
@@ -141,13 +141,13 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBytes:
-    """Bytes that a decode loop needs for a sequence: `fixed + per_token * tokens`, and what one step computes.
+    """Bytes that a decode loop needs for a sequence: `fixed + per_token * tokens`, and those of one step.
 
     Attributes:
-        fixed: of states that do not grow.
-        per_token: of keys and values.
+        fixed: states of constant size.
+        per_token: keys and values.
         per_prompt_token: activations of one layer while a prompt is read.
-        step: logits, and what drawing makes of them.
+        step: logits, and their copies during sampling.
     """
 
     fixed: int
@@ -160,11 +160,11 @@ class SequenceBytes:
         """Measure a model on two short prompts; `hidden` is the size of its hidden states."""
         sizes = [_cache_bytes(model.prefill([[1] * length])[0].cache) for length in _MEASURED]
         per_token = max(0, sizes[1] - sizes[0]) // (_MEASURED[1] - _MEASURED[0])
-        # A layer with gates makes 12 to 16 numbers for each hidden one; drawing copies logits in float32 and int64.
+        # A gated layer computes 12 to 16 values per hidden value; sampling copies logits in float32 and int64.
         return cls(max(0, sizes[0] - per_token * _MEASURED[0]), per_token, 64 * hidden, 32 * model.vocabulary)
 
     def needed(self, tokens: int, prompt: int) -> int:
-        """Return the bytes for a sequence of so many tokens; its keys and values are copied as they grow."""
+        """Return the bytes for a sequence of `tokens` tokens; keys and values are copied as they grow."""
         return 2 * (self.fixed + self.per_token * tokens) + self.per_prompt_token * prompt + self.step
 
 
@@ -177,7 +177,7 @@ def _cache_bytes(cache: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-_SCORING_BYTES = 1 << 30  # logits of whole prompts held at once, unless a single prompt needs more
+_SCORING_BYTES = 1 << 30  # most bytes of prompt logits at one time, unless a single prompt needs more
 
 
 def generate(
@@ -189,21 +189,21 @@ def generate(
     seed: int | Sequence[int],
     max_batch_size: int,
 ) -> list[Generated]:
-    """Draw `params.num_samples` sequences for each prompt.
+    """Sample `params.num_samples` sequences for each prompt.
 
-    The noise of a token is a function of (seed, row, sample, position), so neither neighbours in the batch nor its
-    size change what is drawn (but for the rounding of the model itself).
+    The noise of a token is a function of (seed, row, sample, position). Therefore the samples do not depend on other
+    rows or on the batch size, except for rounding in the model.
 
     Args:
         model: the model; the caller has put it into evaluation mode, without gradients.
         prompts: at least one token each.
-        params: `max_tokens` and `seed` are not read here: `Prompt.room` and `seed` say the same, resolved.
-        stop: what ends a sequence.
-        seed: of the noise.
-        max_batch_size: sequences decoded at once.
+        params: sampling parameters; `Prompt.room` and `seed` replace `max_tokens` and `seed`.
+        stop: stop rule.
+        seed: seed of the noise.
+        max_batch_size: maximum number of sequences to decode at once.
 
     Returns:
-        one result for each prompt, in order.
+        One result for each prompt, in order.
 
     Raises:
         NonFiniteError: the model returns logits that are NaN.
@@ -217,12 +217,12 @@ def generate(
 def _chunks(
     model: CachedModel, prompts: Sequence[Prompt], params: SamplingParams, max_batch_size: int
 ) -> Iterator[list[Prompt]]:
-    """Yield prompts of similar length together, the longest first, so that too large a batch fails at once."""
+    """Yield batches of prompts of similar length, the longest first, so that too large a batch fails immediately."""
     most = max(1, max_batch_size // params.num_samples)
     chunk: list[Prompt] = []
     for prompt in sorted(prompts, key=lambda prompt: -len(prompt.ids)):
         limit = most
-        if any(_scored(one) for one in (*chunk, prompt)):  # logits of all prompts are whole then
+        if any(_scored(one) for one in (*chunk, prompt)):  # then the logits of all positions are computed
             limit = min(most, max(1, _SCORING_BYTES // (4 * model.vocabulary * len((chunk or [prompt])[0].ids))))
         if len(chunk) >= limit:
             yield chunk
@@ -233,7 +233,7 @@ def _chunks(
 
 
 def scoring_bytes(prompts: Sequence[Prompt], vocabulary: int) -> int:
-    """Return the bytes that scores of prompts need: whole logits of a chunk, and what is computed from one prompt's."""
+    """Return the bytes for scores of prompts: the logits of a batch, and temporary tensors of one prompt."""
     if not any(map(_scored, prompts)):
         return 0
     one = 4 * vocabulary * max(len(prompt.ids) for prompt in prompts)
@@ -292,7 +292,7 @@ def _decode(
     params: SamplingParams,
     seed: int | Sequence[int],
 ) -> None:
-    """Draw until every draft has ended. Rows that ended are dropped once they are half of the batch."""
+    """Decode until every sequence has ended. Ended rows are removed once they are half of the batch."""
     rows = drafts
     while True:
         going = [index for index, draft in enumerate(rows) if draft.reason is None]
@@ -334,13 +334,13 @@ def _draw_step(
 def more_logprobs(
     logits_BV: Tensor, raw_BV: Tensor, tokens_B: Tensor, params: SamplingParams
 ) -> tuple[list[float] | None, list[float] | None]:
-    """Return `sampled_logprobs` and `raw_logprobs` of tokens that were drawn, where they were asked for.
+    """Return `sampled_logprobs` and `raw_logprobs` of sampled tokens; None for those that are not requested.
 
     Args:
-        logits_BV: what they were drawn from.
+        logits_BV: logits that the tokens were sampled from.
         raw_BV: the same before the repetition penalty.
-        tokens_B: what was drawn.
-        params: how.
+        tokens_B: the sampled tokens.
+        params: sampling parameters.
     """
     sampled = raw = None
     if params.sampled_logprobs:
@@ -353,7 +353,7 @@ def more_logprobs(
 
 
 def _note(rows: list[SequenceState], table_BV: Tensor, tokens_B: Tensor, params: SamplingParams) -> None:
-    """Give drafts the log-probabilities of their last tokens; not those that had ended before."""
+    """Append the log-probabilities of the last tokens to all sequences that had not ended before."""
     if params.logprobs:
         for draft, pairs in zip(rows, with_logprobs(table_BV, tokens_B, params.logprobs), strict=True):
             if len(draft.logprobs) < len(draft.tokens):
@@ -365,7 +365,7 @@ def _note(rows: list[SequenceState], table_BV: Tensor, tokens_B: Tensor, params:
 
 
 def _require_finite(logits: Tensor, rows: list[int]) -> None:
-    """Refuse NaN, row by row of the first dimension; -inf is a model's way to forbid a token."""
+    """Raise for NaN in any row of the first dimension; -inf is allowed, because models use it to exclude tokens."""
     broken = logits.isnan().flatten(1).any(-1)
     if bool(broken.any()):
         raise broken_logits(min(rows[index] for index in broken.nonzero().flatten().tolist()))
@@ -382,18 +382,18 @@ Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
 
 
 class WholeCalls:
-    """The slower path: a decode loop with the cache of transformers; what arrives meanwhile waits."""
+    """Serves requests by the decode loop with the cache of transformers, one call at a time."""
 
     def __init__(
         self, base: Callable[[], Any], ready: Ready, max_batch_size: int, budget: Callable[[], int]
     ) -> None:  # fmt: skip
-        """Begin without requests.
+        """Create it without requests.
 
         Args:
             base: returns the Hugging Face model.
-            ready: gives the module to call with an adapter of PEFT's chosen.
-            max_batch_size: sequences decoded at once, as far as memory allows.
-            budget: returns the bytes that a call may take.
+            ready: returns the context that yields the module with an adapter of PEFT active.
+            max_batch_size: maximum number of sequences to decode at once, if memory allows.
+            budget: returns the limit of a call, in bytes.
         """
         self._base, self._ready, self._most, self._budget = base, ready, max_batch_size, budget
         self._bytes: tuple[Any, SequenceBytes] | None = None
@@ -403,20 +403,20 @@ class WholeCalls:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits."""
+        """Whether no request is waiting."""
         return not self._waiting
 
     def admit(self, request: Request, adapter: str | None) -> None:
-        """Take a request; somebody has to `drive`.
+        """Queue a request; a later call of `drive` or `step` serves it.
 
         Args:
-            request: those of one call have the same parameters, stop rule and seed.
-            adapter: PEFT's name of it, "" for the base model, None for what is active.
+            request: the request; those of one call have the same parameters, stop rule and seed.
+            adapter: its name in PEFT, "" for the base model, None for the active one.
         """
         self._waiting.append((request, adapter))
 
     def cancel(self, request: Request) -> None:
-        """Stop a request that has not begun; one that runs, runs to its end."""
+        """Remove a request that has not started; a running request is not interrupted."""
         with self._lock:
             if not request.done:
                 self._waiting = [pair for pair in self._waiting if pair[0] is not request]
@@ -425,14 +425,14 @@ class WholeCalls:
                 request.done = True
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Serve calls in their order until something is so."""
+        """Serve calls in order until the condition holds."""
         while not until():
             with self._lock:
                 if not until():
                     self._next_call()
 
     def step(self) -> bool:
-        """Serve the next call to its end; False if none waits."""
+        """Serve the next call completely; False if none is waiting."""
         with self._lock:
             if self._waiting:
                 self._next_call()
@@ -452,7 +452,7 @@ class WholeCalls:
                 )  # fmt: skip
             for request, result in zip(mine, found, strict=True):
                 request.result = result
-        except Exception as error:  # raised to whoever waits for one of them
+        except Exception as error:  # raised in the threads that wait for these requests
             for request in mine:
                 request.error = error
         for request in mine:
@@ -463,7 +463,7 @@ class WholeCalls:
         """Return how many sequences may be decoded at once.
 
         Raises:
-            CapacityError: one of them is too long for what is free.
+            CapacityError: a sequence does not fit into the budget.
         """
         base = self._base()
         if self._bytes is None or self._bytes[0] is not base:
@@ -482,13 +482,14 @@ class WholeCalls:
         return min(self._most, (budget - scores) // needed)
 
     def _within(self, version: AdapterVersion | None) -> Within | None:
-        """Return the context in which all rows have one adapter that is not PEFT's."""
+        """Return the context in which all rows use one adapter version outside of PEFT."""
         if version is None:
             return None
         runner = self._runner()
-        sites = runner.sites  # installed
+        sites = runner.sites  # installs the low-rank forward
         if head := [site for site in sites.values() if site.head]:
-            install(head, head=True)  # each time: a pool whose model is patched gives its head back its own forward
+            # On each call, because a pool whose model is patched restores the forward of its head.
+            install(head, head=True)
 
         def route(rows: int) -> Routing | None:
             return runner.route([version] * rows)
@@ -503,7 +504,7 @@ class WholeCalls:
 
 
 _ONE = Segments.of([1])
-"""What nobody looks at where the model's own attention is in place."""
+"""Placeholder; the model's own attention ignores it."""
 
 
 def _same_call(one: Request, other: Request) -> bool:

@@ -1,6 +1,6 @@
-"""Serves the prompts of a sampler by continuous batching where the model can run step by step, else call by call.
+"""Continuous batching for models that can run step by step; other models are sampled call by call.
 
-Each step reads one token of every running sequence, and pieces of prompts beside them.
+Each step reads one token of every running sequence, together with chunks of prompts.
 """
 
 from collections import deque
@@ -35,32 +35,34 @@ from twinkle_transformers.sampling.sources import Pick, Source
 from twinkle_transformers.segments import PatchWatch
 
 Work = list[tuple[Request | Running, Piece]]
-"""What a step reads, and for whom."""
+"""The pieces that a step reads, each with its request or running sample."""
 
-_LOGIT_BYTES = 1 << 26  # logits of one dtype that are drawn from or scored at once
+_LOGIT_BYTES = 1 << 26  # most bytes of float32 logits that are sampled or scored at once
 Row = tuple[Request, SequenceState]
 
 
 class StepPlanner:
-    """The requests that wait and run; one thread at a time takes steps.
+    """Plans and runs steps for the waiting and running requests; used by one thread at a time.
 
-    A step that is broken off (by Ctrl-C, say) changes nothing that counts: the next one does it again.
+    A step reads in this order: admit waiting requests, give slots to samples with a first token, choose the tokens to
+    read, run the model, sample the next tokens, release finished sequences. An interrupted step (such as by Ctrl-C) is
+    repeated by the next one.
 
     Attributes:
         runner: the model.
-        room: slots for keys and values.
-        prefixes: what was read of earlier prompts.
+        room: manager of the KV cache.
+        prefixes: keys and values of earlier prompts.
         waiting: requests without a slot, in the order of their arrival.
     """
 
     def __init__(self, runner: Runner, room: KVCacheManager, prefixes: PrefixCache, prefill_tokens: int) -> None:
-        """Begin without requests.
+        """Create it without requests.
 
         Args:
             runner: the model.
-            room: slots for keys and values.
-            prefixes: what was read of earlier prompts.
-            prefill_tokens: tokens of prompts that a step reads at most.
+            room: manager of the KV cache.
+            prefixes: keys and values of earlier prompts.
+            prefill_tokens: maximum number of prompt tokens that a step reads.
         """
         self.runner, self.room, self.prefixes = runner, room, prefixes
         self._prefill_tokens = prefill_tokens
@@ -74,7 +76,7 @@ class StepPlanner:
         return bool(self.waiting or self._active)
 
     def step(self) -> bool:
-        """Take one step; False if there was nothing to do."""
+        """Run one step; False if there was nothing to do."""
         self.reap()
         before = len(self.waiting)
         self.room.expected = sum(request.params.num_samples for request in (*self._active, *self.waiting))
@@ -84,8 +86,8 @@ class StepPlanner:
             work = self._plan()
             if work:
                 self._serve(work)
-                self._begin()  # before those that were read may end, and their slots with what others wait for
-        except (MemoryError, RuntimeError) as error:  # no memory for a larger store
+                self._begin()  # before finished prompts release the slots to copy from
+        except (MemoryError, RuntimeError) as error:  # not enough memory to grow the KV cache
             self._give_up(error)
             return True
         self.reap()
@@ -94,23 +96,24 @@ class StepPlanner:
         return bool(work) or before > len(self.waiting)
 
     def forget(self) -> None:
-        """Let nothing that was read until now serve other prompts."""
+        """Make present keys and values unavailable to other prompts, because the base model has changed."""
         self.prefixes.clear()
         for request in self._active:
             request.stale = True
 
     def _begin(self) -> None:
-        """Give waiting requests a slot each, in their order.
+        """Admit waiting requests in order of arrival, with one slot each.
 
-        One that begins like a prompt that is being read waits until that part is there. Its slot is kept for it, so
-        that nobody who came later is served in its place.
+        A request that shares a prefix with a prompt that is being read waits until that prefix can be copied. Its slot
+        stays reserved, so that later requests cannot overtake it.
         """
         held: list[Request] = []
         for request in list(self.waiting):
             held.append(request)
             if not self.room.fits(held):
                 return
-            invariant = self.runner.row_multiple > 1  # to what is beside it
+            # With row_multiple, results must not depend on neighbours, so nothing is copied from them.
+            invariant = self.runner.row_multiple > 1
             head = SharedPrefix() if invariant else shared_prefix(request, self._active)
             if head.grows:
                 continue
@@ -121,7 +124,7 @@ class StepPlanner:
             self._recall(request, head)
 
     def _recall(self, request: Request, head: SharedPrefix) -> None:
-        """Begin with what is known of other prompts: of one that has a slot, or of those before it."""
+        """Copy the longest known prefix, from the slot of an active request or from the prefix cache."""
         blocks = self.prefixes.find(request.key, request.prompt.ids)[: usable(request) // BLOCK]
         tokens = max(head.tokens, len(blocks) * BLOCK)
         if not tokens:
@@ -136,7 +139,7 @@ class StepPlanner:
         request.read = request.known = tokens
 
     def _start(self) -> None:
-        """Give samples that have a first token their slots; a request that waits comes before a second sample."""
+        """Give slots to samples that have a first token; waiting requests take precedence over second samples."""
         for request in self._active:
             while request.pending and (request.idle or self.room.fits([*self.waiting, request])):
                 if not request.idle:
@@ -159,7 +162,7 @@ class StepPlanner:
         request.idle.append(place)
 
     def _plan(self) -> Work:
-        """Return what the next step reads, and for whom."""
+        """Return the pieces of the next step: chunks of prompts within the budget, and one token per running sample."""
         left = self._prefill_tokens
         parts = []
         for request in self._active:
@@ -178,24 +181,24 @@ class StepPlanner:
         return work
 
     def _serve(self, work: Work) -> None:
-        """Run a step; if it fails, run each request's part alone, so that only one that fails there fails."""
+        """Run a step; if it fails, run the part of each request alone, so that only the faulty request fails."""
         try:
             read = self.runner.read([piece for _, piece in work], self.room.store)
             self._take(work, read)
-        except Exception as error:  # whatever the model raises is the answer to somebody's request
-            mine: dict[Request, Work] = {}
+        except Exception as error:  # any error of the model becomes the error of a request
+            by_request: dict[Request, Work] = {}
             for owner, piece in work:
-                mine.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
-            if len(mine) > 1:
-                for part in mine.values():
+                by_request.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
+            if len(by_request) > 1:
+                for part in by_request.values():
                     if left := [(o, p) for o, p in part if not _taken(o, p)]:
                         self._serve(left)
             else:
-                for request in mine:
+                for request in by_request:
                     request.error = request.error or error
 
     def _take(self, work: Work, read: Read) -> None:
-        """Score what was read, and draw what comes next."""
+        """Score the prompt tokens that were read, and sample the next tokens."""
         rows: dict[int, Request | Running] = {}
         for (owner, piece), first in zip(work, read.stream.firsts, strict=True):
             past = first + len(piece.tokens)
@@ -211,8 +214,8 @@ class StepPlanner:
             owners = [rows[row] for row in part]
             going = [(index, owner) for index, owner in enumerate(owners) if isinstance(owner, Running)]
             if going:
-                mine = logits if len(going) == len(part) else logits[[index for index, _ in going]]
-                choose(mine, [(owner.request, owner.draft) for _, owner in going])
+                own_logits = logits if len(going) == len(part) else logits[[index for index, _ in going]]
+                choose(own_logits, [(owner.request, owner.draft) for _, owner in going])
             for index, owner in enumerate(owners):
                 if isinstance(owner, Request):
                     self._draw_first(owner, logits[index : index + 1])
@@ -226,7 +229,7 @@ class StepPlanner:
                 request.error = request.error or broken_logits(request.prompt.row)
 
     def _draw_first(self, request: Request, logits: Tensor) -> None:
-        """Draw the first token of every sample of a prompt that was read to its end."""
+        """Sample the first token of every sample of a prompt that was read completely."""
         drafts = [draft for draft in request.result.drafts if not draft.tokens]
         for part in self._portions(range(len(drafts))):
             choose(logits, [(request, drafts[index]) for index in part])
@@ -237,15 +240,15 @@ class StepPlanner:
         request.read = len(request.prompt.ids)
 
     def _portions(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield rows in parts whose logits are not too large together."""
+        """Yield rows in parts whose logits stay below `_LOGIT_BYTES`."""
         size = max(1, _LOGIT_BYTES // (4 * self.runner.vocabulary))
         for first in range(0, len(rows), size):
             yield rows[first : first + size]
 
-    # Ends
+    # Completion
 
     def reap(self) -> None:
-        """Let go of samples that ended, and of requests that failed, are finished, or are not wanted any more."""
+        """Release samples that ended, and requests that finished, failed or were cancelled."""
         for running in [r for r in self._running if r.draft.reason is not None or r.request.over]:
             self._running.remove(running)
             request = running.request
@@ -287,14 +290,14 @@ class StepPlanner:
 
 
 def _taken(owner: Request | Running, piece: Piece) -> bool:
-    """Say whether a step that failed had come so far that this piece is not to be read again."""
+    """Return whether a failed step had already processed this piece, so that it must not be read again."""
     if isinstance(owner, Running):
         return owner.length > piece.start
     return owner.read > piece.start
 
 
 class StepEngine:
-    """Serves requests of any threads; whoever waits for one takes the steps.
+    """Serves requests of any thread. There is no thread of its own: a thread that waits for a result runs the steps.
 
     Attributes:
         runner: the model.
@@ -313,16 +316,16 @@ class StepEngine:
         prefill_tokens: int = 512,
         ready: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begin without requests.
+        """Create it without requests.
 
         Args:
             runner: the model.
-            store: what `runner.store()` returned.
-            slots: sequences that run at once.
-            budget: bytes of keys and values.
-            prefix_bytes: bytes that may be kept of prompts for later ones.
-            prefill_tokens: tokens of prompts that a step reads at most.
-            ready: the context in which the model runs.
+            store: the result of `runner.store()`.
+            slots: maximum number of running sequences.
+            budget: limit of the KV cache, in bytes.
+            prefix_bytes: limit of the prefix cache, in bytes.
+            prefill_tokens: maximum number of prompt tokens that a step reads.
+            ready: returns the context in which the model runs.
         """
         self.runner, self.prefixes = runner, PrefixCache(prefix_bytes)
         self.room = KVCacheManager(store, budget, slots)
@@ -334,19 +337,19 @@ class StepEngine:
 
     @property
     def longest(self) -> int:
-        """Tokens that one sequence may have."""
+        """Maximum number of tokens of a sequence."""
         return self.room.budget // self.room.store.token_bytes
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request that is not done."""
+        """Whether all requests are done."""
         return not self._incoming and not self._batch.busy
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be served.
+        """Refuse a request that can never be served.
 
         Raises:
-            CapacityError: its keys and values could never fit.
+            CapacityError: its keys and values do not fit into the KV cache.
             NonFiniteError: its adapter's weights are NaN or infinite.
         """
         room = self.room
@@ -361,13 +364,13 @@ class StepEngine:
             request.version.check()
 
     def admit(self, request: Request) -> None:
-        """Take a request that was checked; somebody has to `drive`."""
+        """Queue a checked request; a later call of `drive` or `step` serves it."""
         with self._changed:
             self._incoming.append(request)
             self._changed.notify_all()
 
     def cancel(self, request: Request) -> None:
-        """Stop a request; what it has stays, its other samples end with the reason "abort"."""
+        """Stop a request; it keeps its tokens, and its unfinished samples end with the reason "abort"."""
         request.cancelled = True
         with self._changed:
             if self._driven:
@@ -381,7 +384,7 @@ class StepEngine:
             self._hand_over()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Take steps, or wait for those of another thread, until something is so."""
+        """Run steps, or wait for another thread that does, until the condition holds."""
         while True:
             with self._changed:
                 while self._driven and not until():
@@ -394,14 +397,14 @@ class StepEngine:
                     while not until():
                         self._receive()
                         if not self._batch.step():
-                            raise RuntimeError("the engine has nothing to do although somebody waits")
+                            raise RuntimeError("the engine has nothing to do, but a caller waits for a result")
                         with self._changed:
                             self._changed.notify_all()
             finally:
                 self._hand_over()
 
     def step(self) -> bool:
-        """Take one step unless another thread is taking steps; False if there was nothing to do."""
+        """Run one step unless another thread runs steps; False if there was nothing to do."""
         with self._changed:
             if self._driven:
                 return True
@@ -414,12 +417,12 @@ class StepEngine:
             self._hand_over()
 
     def forget_prefixes(self) -> None:
-        """Let nothing that was read until now serve other prompts, from the next step on."""
+        """Make present keys and values unavailable to other prompts, from the next step on."""
         with self._changed:
             self._stale = True
 
     def _receive(self) -> None:
-        """Take what other threads left; whoever drives may."""
+        """Take over requests that other threads queued; only for the thread that runs steps."""
         if self._stale:
             self._stale = False
             self._batch.forget()
@@ -433,23 +436,23 @@ class StepEngine:
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Give each draft its next token; a request with NaN in a row gets its error instead.
+    """Sample the next token of each sequence; NaN in a row becomes the error of its request.
 
     Args:
-        logits: `[n, V]`; one row serves all where there are fewer than drafts.
-        rows: the drafts, and whose they are.
+        logits: `[n, V]`; a single row is used for all sequences.
+        rows: the sequences with their requests.
     """
     kinds: dict[tuple[float, ...], list[int]] = {}
     for index, (request, _) in enumerate(rows):
         kinds.setdefault(request.drawing, []).append(index)
     for indices in kinds.values():
-        mine = [rows[index] for index in indices]
+        group = [rows[index] for index in indices]
         if len(logits) == 1:
-            _choose_alike(logits.expand(len(mine), -1), mine)
+            _choose_alike(logits.expand(len(group), -1), group)
         elif len(indices) == len(logits):
-            _choose_alike(logits, mine)
+            _choose_alike(logits, group)
         else:
-            _choose_alike(logits[torch.tensor(indices, device=logits.device)], mine)
+            _choose_alike(logits[torch.tensor(indices, device=logits.device)], group)
 
 
 def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
@@ -464,7 +467,7 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
         places = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
         noise = None if places is None else torch.tensor(places, dtype=torch.float64)
         tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-    broken = highest.isnan().tolist()  # NaN is the greatest of all numbers here
+    broken = highest.isnan().tolist()  # `max` and `amax` propagate NaN
     table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw
     pairs = with_logprobs(table, tokens, params.logprobs) if params.logprobs else None
     best = most_probable(table, params.topk_logprobs) if params.topk_logprobs else None
@@ -483,7 +486,7 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
             draft.raw.append(own[index])
         try:
             draft.take(token)
-        except Exception as error:  # a tokenizer that fails on one request's text is no matter of the others
+        except Exception as error:  # a tokenizer error on the text of one request must not affect the others
             request.error = request.error or error
 
 
@@ -495,14 +498,14 @@ def _seen(request: Request, draft: SequenceState, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine may take.
+    """Limits of an engine.
 
     Attributes:
-        batch: sequences at once.
-        cache_bytes: of keys and values; None is a third of the memory that is free when it begins.
-        prefix_bytes: of what is kept of earlier prompts; None is a quarter of `cache_bytes`.
-        prefill_tokens: tokens of prompts that a step reads.
-        row_multiple: a step's rows are padded to a multiple of it.
+        batch: maximum number of running sequences.
+        cache_bytes: limit of the KV cache; None means a third of the memory that is free at the start.
+        prefix_bytes: limit of the prefix cache; None means a quarter of `cache_bytes`.
+        prefill_tokens: maximum number of prompt tokens that a step reads.
+        row_multiple: the rows of a step are padded to a multiple of it.
     """
 
     batch: int
@@ -523,20 +526,20 @@ class Limits:
 
 
 class SamplingService:
-    """What a sampler samples with.
+    """The sampling engines of a sampler: continuous batching, and a decode loop for other models and adapters.
 
     Attributes:
         source: the module and its adapters.
-        whole: serves what the engine cannot.
-        gate: whoever holds it keeps others from beginning.
+        whole: the decode loop, for requests that the engine cannot serve.
+        gate: lock that prevents new requests.
     """
 
     def __init__(self, source: Source, limits: Limits) -> None:
-        """Begin; the model runs at the first call.
+        """Create the service; the model is measured at the first call.
 
         Args:
             source: the module and its adapters.
-            limits: what the engine may take.
+            limits: limits of the engine.
         """
         self.source, self._limits = source, limits
         self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch, self._bytes)
@@ -549,9 +552,9 @@ class SamplingService:
 
     @property
     def engine(self) -> StepEngine | None:
-        """The engine, None where the model cannot run step by step; says so once.
+        """The engine; None, with one message in the log, if the model cannot run step by step.
 
-        Another model, and one to which a patch was applied or on which one was undone, gets a new engine.
+        The engine is rebuilt if the model is replaced, or a patch of it is applied or undone.
         """
         with self._lock:
             model = self.source.base
@@ -563,7 +566,7 @@ class SamplingService:
 
     @property
     def evidence(self) -> Evidence | None:
-        """What was measured about steps of the present model; None before."""
+        """The measurement of steps of the present model; None before."""
         return None if self._judged is None else self._judged.evidence
 
     @property
@@ -573,7 +576,7 @@ class SamplingService:
         return None if engine is None else engine.runner
 
     def rebuild(self) -> None:
-        """Look at the model anew, after its code has changed."""
+        """Inspect and measure the model again, after its code has changed."""
         with self._lock:
             self._model = None
 
@@ -581,17 +584,17 @@ class SamplingService:
         self, prompts: Sequence[Prompt], params: SamplingParams, stop: StopRule, seed: int | Sequence[int],
         picks: Sequence[Pick],
     ) -> list[tuple[Request, Server]]:  # fmt: skip
-        """Begin with the prompts of a call; returns each one's request and who serves it.
+        """Submit the prompts of a call; returns the request of each prompt and the server that runs it.
 
         Args:
-            prompts: of the call.
-            params: how to draw.
-            stop: what ends a sample.
-            seed: of the noise.
+            prompts: prompts of the call.
+            params: sampling parameters.
+            stop: rule that ends a sample.
+            seed: seed of the noise.
             picks: the adapter of each prompt.
 
         Raises:
-            CapacityError: a prompt's keys and values could never fit.
+            CapacityError: the keys and values of a prompt do not fit into the KV cache.
             NonFiniteError: an adapter's weights are NaN or infinite.
         """
         engine = self.engine
@@ -612,13 +615,13 @@ class SamplingService:
         return served
 
     def step(self) -> bool:
-        """Take one step for whatever is being sampled, without waiting; False if there was nothing to do."""
+        """Run one step for all requests, without waiting for another thread; False if there was nothing to do."""
         engine = self._engine
         return (engine is not None and engine.step()) or self.whole.step()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Serve what runs to its end, and let nothing begin for the duration of a block."""
+        """Finish all running requests, and admit none for the duration of the block."""
         with self.gate:
             if (engine := self._engine) is not None:
                 engine.drive(lambda: engine.idle)
@@ -652,7 +655,7 @@ class SamplingService:
         )
 
     def _bytes(self) -> int:
-        """Return the bytes that keys and values may take now."""
+        """Return the limit of the KV cache, in bytes."""
         if self._limits.cache_bytes is not None:
             return self._limits.cache_bytes
         device: torch.device = self.source.base.get_input_embeddings().weight.device

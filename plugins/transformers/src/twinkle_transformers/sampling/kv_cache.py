@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of running sequences, their slots, and beginnings of prompts to read only once."""
+"""The KV cache: keys and values of running sequences, the manager of their slots, and the cache of prompt prefixes."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from twinkle_transformers.sampling.requests import Place, Request
 
-_LEAST = 64  # tokens that a slot has room for at first
+_LEAST = 64  # initial capacity of a slot, in tokens
 BLOCK = 16
-"""Tokens of a block; only whole blocks are kept."""
+"""Tokens per block of the prefix cache; only complete blocks are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token.
+    """Shapes of the keys and values of one layer, per token.
 
     Attributes:
-        keys: heads and size of its keys.
-        values: heads and size of its values.
-        dtype: of both.
+        keys: number of heads and head size of the keys.
+        values: number of heads and head size of the values.
+        dtype: dtype of both.
     """
 
     keys: tuple[int, int]
@@ -36,22 +36,26 @@ class LayerShape:
 
 
 class KVCache:
-    """Tensors `[members, slots, heads, capacity, size]`: keys and values of one shape, of all layers, lie in one.
+    """Keys and values of all layers.
+
+    Keys and values of equal shape share one tensor `[members, slots, heads, capacity, size]`, so that a slot is copied
+    or cleared in all layers by one operation. The tokens of a slot are contiguous: attention over neighbouring slots
+    reads slices of the tensor and needs no gather.
 
     Attributes:
-        slots: how many sequences there is room for.
-        capacity: tokens that each slot has room for.
-        token_bytes: of one token in all layers.
-        keys: of each layer `[slots, heads, capacity, size]`, views.
-        values: of each layer, views.
+        slots: number of sequences that fit.
+        capacity: number of tokens that fit into each slot.
+        token_bytes: bytes of one token in all layers.
+        keys: keys of each layer `[slots, heads, capacity, size]`, views.
+        values: values of each layer, views.
     """
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device) -> None:
-        """Make an empty one.
+        """Create an empty cache.
 
         Args:
-            layers: in the order in which the model calls them.
-            device: where the model is.
+            layers: shapes of the layers, in the order in which the model calls them.
+            device: device of the model.
         """
         self.layers, self.device = tuple(layers), device
         self.token_bytes = sum(layer.bytes for layer in layers)
@@ -73,11 +77,11 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes now."""
+        """Bytes that the cache takes now."""
         return self.slots * self.capacity * self.token_bytes
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Make room for so many slots of so many tokens; what fits is kept."""
+        """Change the number of slots and their capacity; contents that fit are kept."""
         kept, tokens = min(slots, self.slots), min(capacity, self.capacity)
         pools = {}
         for kind, members in self._kinds.items():
@@ -85,7 +89,7 @@ class KVCache:
             pools[kind] = torch.zeros(members, slots, heads, capacity, size, dtype=dtype, device=self.device)
             if kept and tokens:
                 pools[kind][:, :kept, :, :tokens] = self._pools[kind][:, :kept, :, :tokens]
-        self._pools = pools  # all or none: there may be no memory for the last
+        self._pools = pools  # assigned only after all allocations, any of which may run out of memory
         self.slots, self.capacity = slots, capacity
         self.keys = [self._pools[kind][member] for (kind, member), _ in self._places]
         self.values = [self._pools[kind][member] for _, (kind, member) in self._places]
@@ -96,7 +100,7 @@ class KVCache:
             pool[:, target, :, :tokens] = pool[:, source, :, :tokens]
 
     def clear(self, slot: int) -> None:
-        """Zero a slot: what a later sequence masks must be finite, for 0 times NaN is NaN."""
+        """Zero a slot: a later sequence masks stale values with weight 0, but 0 times NaN is NaN."""
         for pool in self._pools.values():
             pool[:, slot] = 0
 
@@ -105,31 +109,31 @@ class KVCache:
         return tuple(pool[:, slot, :, start:stop].clone() for pool in self._pools.values())
 
     def put(self, slot: int, start: int, taken: Sequence[Tensor]) -> None:
-        """Put back what `take` returned, from `start` on."""
+        """Write the result of `take`, from token `start` on."""
         for pool, part in zip(self._pools.values(), taken, strict=True):
             pool[:, slot, :, start : start + part.shape[2]] = part
 
 
 class KVCacheManager:
-    """Gives out slots of a store within a number of bytes.
+    """Assigns slots of a cache within a limit of bytes.
 
-    Every request reserves what it may need at most, so that none has to be put off once it has begun; the store itself
-    grows with what is used.
+    A request reserves the most tokens that it may need, so that no running request has to be preempted. The tensors
+    themselves grow with the tokens in use.
 
     Attributes:
-        store: the keys and values.
-        budget: bytes that the store may take.
-        places: the slots that are taken.
-        expected: slots that will be wanted as things stand; growing at once costs less than growing often.
+        store: keys and values.
+        budget: limit of the cache, in bytes.
+        places: slots in use.
+        expected: slots that the present requests will need; growing once costs less than growing repeatedly.
     """
 
     def __init__(self, store: KVCache, budget: int, slots: int) -> None:
-        """Begin with nothing.
+        """Create a manager without requests.
 
         Args:
-            store: an empty one.
-            budget: bytes.
-            slots: at most so many.
+            store: an empty cache.
+            budget: limit in bytes.
+            slots: maximum number of slots.
         """
         self.store, self.budget, self._most = store, budget, slots
         self.places: list[Place] = []
@@ -137,15 +141,16 @@ class KVCacheManager:
         self._reserved: dict[Request, int] = {}
 
     def fits(self, requests: Sequence[Request]) -> bool:
-        """Say whether one more slot for each of these is to be had now."""
+        """Return whether one more slot for each of these requests is available now."""
         slots = len(self.places) + len(requests)
         if slots > self._most:
             return False
+        # All slots have the same capacity, so the longest reservation determines the bytes of every slot.
         tokens = max(*(request.most for request in requests), *self._reserved.values(), 0)
         return slots * tokens * self.store.token_bytes <= self.budget
 
     def take(self, request: Request) -> Place:
-        """Take a slot for a request that fits; the lowest one."""
+        """Assign the lowest free slot to a request that fits."""
         self._reserved[request] = request.most
         taken = {place.slot for place in self.places}
         place = Place(next(slot for slot in range(len(taken) + 1) if slot not in taken))
@@ -153,15 +158,15 @@ class KVCacheManager:
         return place
 
     def leave(self, place: Place) -> None:
-        """Give a slot back."""
+        """Release a slot."""
         self.places.remove(place)
 
     def forget(self, request: Request) -> None:
-        """Reserve nothing for a request any more."""
+        """Drop the reservation of a request."""
         self._reserved.pop(request, None)
 
     def prepare(self, tokens: int) -> None:
-        """Make the store large enough for all slots that are taken, each with so many tokens."""
+        """Make the cache large enough for all slots in use, each with `tokens` tokens."""
         slots = max((place.slot for place in self.places), default=-1) + 1
         if slots <= self.store.slots and tokens <= self.store.capacity:
             return
@@ -171,35 +176,35 @@ class KVCacheManager:
         most = max(tokens, *self._reserved.values(), 0)
         wide = max(tokens, self.store.capacity, min(most, max(_LEAST, tokens * 2)))
         if slots * wide * self.store.token_bytes > self.budget:
-            wide = most  # all that those who have a slot may use, and what `fits` found room for
+            wide = most  # the most that the assigned requests may use, for which `fits` has checked the budget
         wanted = max(2 * self.store.slots, self.expected) if slots > self.store.slots else self.store.slots
         most_slots = min(self._most, self.budget // (max(wide, most) * self.store.token_bytes))
         self.store.resize(max(slots, min(wanted, most_slots)), wide)
 
     def tidy(self) -> None:
-        """Move sequences so that the slots that are taken come first."""
+        """Compact the cache: move sequences so that the slots in use come first."""
         taken = {place.slot for place in self.places}
         holes = iter(sorted(set(range(len(taken))) - taken))
         for place in self.places:
             if place.slot >= len(taken):
                 hole = next(holes)
-                if place.slot < self.store.slots:  # else nothing is there yet
+                if place.slot < self.store.slots:  # otherwise nothing was written yet
                     self.store.copy(place.slot, hole, self.store.capacity)
                 place.slot = hole
 
     @property
     def scattered(self) -> bool:
-        """Whether slots are taken that lie far apart."""
+        """Whether the slots in use are far apart."""
         return max((place.slot for place in self.places), default=0) >= 2 * len(self.places) + 4
 
     def release(self) -> None:
-        """Give all memory back, when nothing is taken."""
+        """Free all memory if no slot is in use."""
         if not self.places and self.store.bytes:
             self.store.resize(0, 0)
 
 
 def default_budget(device: torch.device) -> int:
-    """Return a third of the memory that is free; growing needs the old keys and values beside the new ones."""
+    """Return a third of the free memory: while the cache grows, the old and the new tensors exist together."""
     from twinkle_transformers.memory import free_bytes
 
     free = free_bytes(device)
@@ -208,12 +213,12 @@ def default_budget(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """The beginning that a prompt shares.
+    """The prefix that a prompt shares with another request.
 
     Attributes:
-        source: whose slots have most of it; None where that is less than a block.
-        tokens: of it that are there to be copied.
-        coming: tokens of it that will be there once every prompt is read.
+        source: the request whose slots have most of it; None if that is less than a block.
+        tokens: number of tokens that can be copied now.
+        coming: number of tokens that can be copied once all prompts have been read.
     """
 
     source: Request | None = None
@@ -222,15 +227,15 @@ class SharedPrefix:
 
     @property
     def grows(self) -> bool:
-        """Whether it is worth waiting for: a step costs about what a block costs."""
+        """Whether waiting saves at least a block, about the cost of a step."""
         return self.coming - self.tokens >= BLOCK
 
 
 def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
-    """Return what others have, or will have, of a prompt's beginning, no more of it than `usable`.
+    """Return the longest prefix of a prompt, at most `usable` tokens, that other requests have or will have.
 
-    What a prompt that is being read has read itself does not count yet: a NaN in what follows, which its logits will
-    show, spoils it too.
+    Tokens that an unfinished prompt has read itself do not count yet: if its logits turn out to be NaN, these keys and
+    values are not usable either.
 
     Args:
         request: the prompt.
@@ -244,7 +249,7 @@ def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
         if other.key != request.key or other.stale or other.over:
             continue
         if tokens[head.tokens : head.tokens + 1] != other.prompt.ids[head.tokens : head.tokens + 1]:
-            continue  # no longer than what was found
+            continue  # its common prefix is not longer than the present one
         count = common(tokens, other.prompt.ids, most)
         head.coming = max(head.coming, count)
         there = min(count, other.known) if other.reading else count
@@ -254,12 +259,12 @@ def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
 
 
 def usable(request: Request) -> int:
-    """Return how many tokens a prompt may begin with unread: none that is scored, and the last is always read."""
+    """Return how many first tokens may come from a cache: those before the first scored one, never the last one."""
     return min(request.prompt.scores.first, len(request.prompt.ids) - 1)
 
 
 def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """Return with how many equal tokens two prompts begin, `most` of them at most."""
+    """Return the length of the common prefix of two prompts, at most `most`."""
     count, most = 0, min(most, len(one), len(other))
     for size in (256, 16, 1):  # slices compare faster than tokens
         while count + size <= most and one[count : count + size] == other[count : count + size]:
@@ -272,9 +277,9 @@ class Block:
     """Keys and values of some tokens.
 
     Attributes:
-        number: says which block it is; blocks that follow it name it.
-        parts: what `KVCache.take` returned.
-        bytes: of all of them.
+        number: id of the block; the keys of its successors contain it.
+        parts: the tensors that `KVCache.take` returned.
+        bytes: their size.
     """
 
     number: int
@@ -283,11 +288,11 @@ class Block:
 
 
 class PrefixCache:
-    """Blocks by what comes before them and their own tokens; those not used for the longest time go first.
+    """A least-recently-used cache of blocks. The key of a block is its predecessor and its own tokens.
 
     Attributes:
-        limit: bytes that it may take; 0 keeps nothing.
-        bytes: that it takes.
+        limit: limit in bytes; 0 disables the cache.
+        bytes: bytes in use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -296,11 +301,11 @@ class PrefixCache:
         self._blocks: OrderedDict[tuple[str | int, tuple[int, ...]], Block] = OrderedDict()
 
     def find(self, version: str, tokens: Sequence[int]) -> list[Block]:
-        """Return the blocks with which `tokens` begin; at least one token is left over.
+        """Return the cached blocks of a prefix of `tokens`, which leaves at least one token to read.
 
         Args:
-            version: of the adapter, "" for the base model.
-            tokens: of a prompt.
+            version: key of the adapter version, "" for the base model.
+            tokens: tokens of a prompt.
         """
         keys = []
         found: list[Block] = []
@@ -313,18 +318,18 @@ class PrefixCache:
             keys.append(key)
             found.append(block)
             parent = block.number
-        for key in reversed(keys):  # a block is of no use without those before it, so it goes first
+        for key in reversed(keys):  # evict successors first: a block is useless without its predecessors
             self._blocks.move_to_end(key)
         return found
 
     def add(self, version: str, tokens: Sequence[int], store: KVCache, slot: int) -> None:
-        """Keep the whole blocks among the tokens that a slot has.
+        """Store the complete blocks of the tokens in a slot.
 
         Args:
             version: see `find`.
-            tokens: that the slot has, from its first on.
-            store: where they are.
-            slot: the slot.
+            tokens: tokens of the slot, from the first on.
+            store: the KV cache.
+            slot: index of the slot.
         """
         parent: str | int = version
         size = BLOCK * store.token_bytes
@@ -346,6 +351,6 @@ class PrefixCache:
             self.bytes -= gone.bytes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._blocks.clear()
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""Requests of sampling: prompts and their scores, sequences while they run and what ends them, and handles."""
+"""Requests of sampling: prompts and their scores, the state of running sequences, stop rules, and handles."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ from twinkle_transformers.sampling.sampling_ops import draw_several, log_probs, 
 _DEFAULT_ROOM = 2048
 _MEDIA = ("pixel_values", "pixel_values_videos", "images", "videos", "audios")
 _NOTHING = -1
-_UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
-_PATIENCE = 16  # tokens that may wait for a character to be finished; no character has so many bytes
+_UNFINISHED = "\ufffd"  # decoded text of an incomplete UTF-8 character
+_PATIENCE = 16  # most tokens to wait for the rest of a character; no character has as many bytes
 
 
 def as_list(inputs: Any) -> list[Any]:
@@ -40,12 +40,12 @@ def token_ids(feature: Mapping[str, Any], row: int, vocabulary: int) -> list[int
 
     Args:
         feature: `input_ids` `[T]` and perhaps `attention_mask` `[T]`.
-        row: its number, for errors.
+        row: its index, for errors.
         vocabulary: size of the model's embedding.
 
     Raises:
-        DataError: there are none, or one is outside the vocabulary, or the row is a batch.
-        Unsupported: it holds images, video or audio.
+        DataError: the row has no tokens, has a token outside the vocabulary, or is a batch.
+        Unsupported: the row has images, video or audio.
     """
     if media := [key for key in _MEDIA if feature.get(key) is not None]:
         raise Unsupported(f"row {row} holds {', '.join(media)}; TorchSampler reads text only, vLLMSampler the rest")
@@ -71,10 +71,10 @@ def token_ids(feature: Mapping[str, Any], row: int, vocabulary: int) -> list[int
 
 
 def rooms(prompts: Sequence[Sequence[int]], max_tokens: int | None, context: int | None) -> list[int]:
-    """Return how many tokens each prompt may be given: `max_tokens` (None: 2048), or what the context leaves.
+    """Return the maximum number of new tokens of each prompt: `max_tokens` (None: 2048), limited by the context.
 
     Raises:
-        DataError: a prompt is longer than the context, or fills it although tokens are asked for.
+        DataError: a prompt is longer than the context, or leaves no room for new tokens.
     """
     wanted = _DEFAULT_ROOM if max_tokens is None else max_tokens
     if context is None:
@@ -103,17 +103,17 @@ def _plain(values: Any) -> list[Any]:
 
 @dataclass(slots=True, eq=False)
 class PromptScores:
-    """Scores of one prompt. Row i of the logits stands behind its token i, at the place of token i + 1.
+    """Scores of one prompt. Row i of the logits predicts token i + 1.
 
     Attributes:
         ids: the prompt.
-        params: what is wanted.
-        first: the first row that is needed; as many as the prompt has tokens where none is.
-        past: the row behind the last that is needed.
-        logprobs: of the prompt's tokens, None for those that are not scored.
-        topk: the most probable tokens at each place.
-        targets: scores of the targets, None where nothing was asked.
-        draws: what was drawn at the place of each token but the first.
+        params: sampling parameters, which select the scores.
+        first: first row that is needed; the number of tokens if none is.
+        past: end of the rows that are needed.
+        logprobs: log-probabilities of the prompt's tokens; None for tokens that are not scored.
+        topk: the most probable tokens at each position.
+        targets: log-probabilities of the targets; None for targets of -1.
+        draws: sampled tokens at the position of each token except the first.
     """
 
     ids: Sequence[int]
@@ -131,17 +131,17 @@ class PromptScores:
     def of(
         cls, ids: Sequence[int], params: SamplingParams, row: int, vocabulary: int, *, alone: bool
     ) -> "PromptScores":
-        """Return the scores of a prompt, none of them known.
+        """Return the scores of a prompt, still empty.
 
         Args:
             ids: the prompt.
-            params: of the request.
-            row: its number, for errors.
+            params: parameters of the request.
+            row: its index, for errors.
             vocabulary: number of token ids.
-            alone: nothing will be drawn, so that the prompt is scored in any case.
+            alone: no tokens are sampled, so that the prompt is always scored.
 
         Raises:
-            DataError: the targets are no table of token ids that fits the prompt.
+            DataError: the targets are not a table of token ids that fits the prompt.
         """
         scores = cls(ids, params)
         count = len(ids)
@@ -168,13 +168,13 @@ class PromptScores:
             yield range(len(self.draws))
 
     def write(self, start: int, logits: Tensor, seed: int | Sequence[int], row: int) -> bool:
-        """Write the numbers of some rows; False, and nothing is written, if one that counts is NaN.
+        """Write the scores of some rows; returns False and writes nothing if a needed score is NaN.
 
         Args:
-            start: the first row.
+            start: index of the first row.
             logits: `[n, V]`.
-            seed: of the noise.
-            row: of the request in its call, which is part of the noise.
+            seed: seed of the noise.
+            row: index of the prompt in its call, which is part of the noise.
         """
         first = max(start, self.first)
         logits = logits[first - start :]
@@ -229,7 +229,7 @@ class PromptScores:
 
 
 def _noise(seed: int, row: int, places: range, count: int) -> Tensor:
-    """Return float64 `[places, count]` in [0, 1) with 48 random bits, functions of seed, row, place and column."""
+    """Return float64 `[places, count]` in [0, 1) with 48 random bits: a function of seed, row, position and column."""
     index = torch.arange(places.start, places.stop)[:, None] * 2**32 + torch.arange(count)
     high, low = (uniform(seed, (row, half), index).double() for half in range(2))
     return high + low * 2.0**-24
@@ -244,8 +244,8 @@ def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
     try:
         table = torch.as_tensor(targets)
     except (TypeError, ValueError) as error:
-        raise DataError(f"row {row}: prompt_targets are no table of token ids [N, K] ({error})") from error
-    if not table.numel():  # of which torch takes the type for float
+        raise DataError(f"row {row}: prompt_targets must be a table of token ids [N, K] ({error})") from error
+    if not table.numel():  # torch infers float for an empty list
         table = table.long() if table.ndim == 2 else table.long().reshape(0, 0)
     if table.ndim != 2 or table.is_floating_point() or len(table) > length:
         raise DataError(
@@ -262,12 +262,12 @@ def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StopRule:
-    """What ends a sequence.
+    """The stop tokens and stop strings of a sequence.
 
     Attributes:
-        token_ids: each ends the sequence and is its last token.
-        strings: each ends it where the text first contains it, special tokens included.
-        tokenizer: decodes for `strings`; not needed without them.
+        token_ids: each ends the sequence and becomes its last token.
+        strings: each ends the sequence when its text, with special tokens, contains it.
+        tokenizer: decodes text for `strings`; not needed without them.
     """
 
     token_ids: frozenset[int] = frozenset()
@@ -275,11 +275,11 @@ class StopRule:
     tokenizer: Any = None
 
     def watch(self) -> "StopWatch":
-        """Return a fresh watch over one sequence."""
+        """Return a new watch for one sequence."""
         return StopWatch(self)
 
     def trim(self, tokens: Sequence[int]) -> str:
-        """Return the text of a sequence without special tokens, its stop token, and all from its stop string on."""
+        """Return the text of a sequence, without special tokens, stop token, and everything from the stop string on."""
         if tokens and tokens[-1] in self.token_ids:
             tokens = tokens[:-1]
         if self.strings:
@@ -290,10 +290,10 @@ class StopRule:
 
 
 class StopWatch:
-    """Follows one sequence and says when it ends.
+    """Checks after each token whether a sequence ends.
 
-    Text is decoded a few tokens at a time: a token's text is the difference that it makes to the tokens before it,
-    which keeps the spaces that decoders drop at the start and holds back bytes of an unfinished character.
+    Text is decoded incrementally: the text of a token is the difference between decoding with and without it, after a
+    few tokens of context. This keeps spaces that decoders drop at the start, and delays incomplete characters.
     """
 
     def __init__(self, rule: StopRule) -> None:
@@ -304,7 +304,7 @@ class StopWatch:
         self._reach = max((len(string) for string in rule.strings), default=0)
 
     def ends(self, token: int) -> bool:
-        """Take the next token and return whether the sequence ends with it."""
+        """Add the next token and return whether the sequence ends with it."""
         if token in self._rule.token_ids:
             return True
         return bool(self._rule.strings) and self._string_ends(token)
@@ -318,7 +318,7 @@ class StopWatch:
         found = _first(self._text + whole[len(before) :], self._rule.strings) >= 0
         finished = whole == after and len(after) > len(before)
         if finished or len(self._tail) - self._known > _PATIENCE:
-            # Only so much text is kept as the longest stop string may still need.
+            # Keep only as much text as the longest stop string can overlap.
             self._text = (self._text + after[len(before) :])[-self._reach :]
             self._tail = self._tail[self._known :]
             self._known = len(self._tail)
@@ -338,13 +338,13 @@ def _without_special(text: str, tokenizer: Any) -> str:
 
 
 class TextStream:
-    """Turns tokens into text piece by piece; the pieces together are what `StopRule.trim` says of all tokens."""
+    """Decodes tokens incrementally; the concatenated text equals `StopRule.trim` of all tokens."""
 
     def __init__(self, rule: StopRule) -> None:
-        """Begin without text.
+        """Create a stream without text.
 
         Args:
-            rule: what ends the text; it has a tokenizer.
+            rule: stop rule with a tokenizer.
         """
         self._rule = rule
         self._tail: list[int] = []
@@ -352,7 +352,7 @@ class TextStream:
         self._sent = self._held = ""
 
     def add(self, token: int) -> str:
-        """Take the next token and return the text that is certain now: no stop string can begin in it."""
+        """Add the next token and return the text that is final: no stop string can begin in it."""
         if token in self._rule.token_ids:
             return ""
         self._tail.append(token)
@@ -378,7 +378,7 @@ class TextStream:
 
 
 def _begun(text: str, string: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `string`, or hold all of it."""
+    """Return how many characters at the end of `text` may belong to an occurrence of `string`."""
     if (at := text.find(string)) >= 0:
         return len(text) - at
     return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)
@@ -391,8 +391,8 @@ class Prompt:
     Attributes:
         row: its index in the call.
         ids: its token ids.
-        room: how many tokens may be drawn; 0 for all prompts of a call or for none.
-        scores: what of it is scored.
+        room: maximum number of new tokens; 0 for all prompts of a call or for none.
+        scores: its scores.
     """
 
     row: int
@@ -403,7 +403,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence in the making: its tokens, log-probabilities and alternatives where asked for, and why it ended."""
+    """A sequence that is being sampled: tokens, requested log-probabilities, and the stop reason."""
 
     row: int
     sample: int
@@ -417,7 +417,7 @@ class SequenceState:
     reason: StopReason | None = None
 
     def take(self, token: int) -> None:
-        """Append a token and note whether the sequence ends with it."""
+        """Append a token, and set the stop reason if the sequence ends with it."""
         self.tokens.append(token)
         if self.watch.ends(token):
             self.reason = "stop"
@@ -427,14 +427,14 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Generated:
-    """All samples of one prompt; its scores are written where the prompt has them."""
+    """All samples of one prompt; scores of the prompt are in `Prompt.scores`."""
 
     drafts: list[SequenceState]
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A slot of the store that is taken; whoever tidies the store changes `slot`."""
+    """A slot of the KV cache in use; compaction of the cache changes `slot`."""
 
     slot: int
 
@@ -445,20 +445,20 @@ class Request:
 
     Attributes:
         prompt: its tokens, its row in the call, and how many tokens each sample may have.
-        params: how to draw.
-        stop: what ends a sample.
-        seed: of the noise; a list has one for each sample.
+        params: sampling parameters.
+        stop: stop rule.
+        seed: seed of the noise; a list has one for each sample.
         version: the adapter, None for the base model.
-        result: what is known so far.
-        read: prompt tokens that are in the store.
-        known: prompt tokens that were there of other prompts.
-        places: slots that begin with the prompt.
-        idle: those of them that no sample runs in.
-        pending: samples that have a first token and no slot.
-        error: why it failed.
-        done: whether nothing more will come.
-        cancelled: whether nobody wants it any more.
-        stale: whether what it has in the store is not what a prompt that begins now would have.
+        result: the samples so far.
+        read: number of prompt tokens in the KV cache.
+        known: number of these that were copied from other prompts.
+        places: slots that contain the prompt.
+        idle: slots of these without a running sample.
+        pending: samples with a first token but without a slot.
+        error: the error of a failed request.
+        done: whether the result is complete.
+        cancelled: whether the request was cancelled.
+        stale: whether the base model has changed since it was read, so that its keys and values cannot be shared.
     """
 
     prompt: Prompt
@@ -485,34 +485,34 @@ class Request:
 
     @property
     def reading(self) -> bool:
-        """Whether some of the prompt is not in the store."""
+        """Whether a part of the prompt is not in the KV cache yet."""
         return self.read < len(self.prompt.ids)
 
     @property
     def key(self) -> str:
-        """Says whose keys and values its prompt has: those of an adapter's exact weights, "" for the base model."""
+        """Key of the adapter version, "" for the base model; requests with equal keys can share keys and values."""
         return "" if self.version is None else self.version.key
 
     @property
     def over(self) -> bool:
-        """Whether it failed or is not wanted any more."""
+        """Whether it failed or was cancelled."""
         return self.cancelled or self.error is not None
 
     @property
     def finished(self) -> bool:
-        """Whether everything that was asked for is there."""
+        """Whether all samples have ended, or without samples the prompt was read."""
         if self.prompt.room == 0:
             return not self.reading
         return all(draft.reason is not None for draft in self.result.drafts)
 
     @property
     def most(self) -> int:
-        """Tokens that one of its sequences may have in the store."""
+        """Maximum number of tokens of one of its sequences in the KV cache."""
         return len(self.prompt.ids) + max(0, self.prompt.room - 1)
 
     @property
     def drawing(self) -> tuple[float, ...]:
-        """What decides how tokens are drawn: rows that agree in it are drawn together."""
+        """The parameters of a sampling call; rows with equal parameters are sampled in one call."""
         p = self.params
         scores = p.logprobs or 0, p.topk_logprobs, p.sampled_logprobs, p.raw_logprobs
         return p.temperature, p.top_k, p.top_p, p.repetition_penalty, *scores
@@ -520,10 +520,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A sample that has a slot.
+    """A running sample, with a slot.
 
     Attributes:
-        request: whose it is.
+        request: its request.
         draft: the sample.
         place: its slot.
     """
@@ -534,24 +534,24 @@ class Running:
 
     @property
     def length(self) -> int:
-        """Tokens that its slot has: all but the last that was drawn, which is the next to read."""
+        """Number of tokens in its slot: all but the last sampled token, which is read next."""
         return len(self.request.prompt.ids) + len(self.draft.tokens) - 1
 
 
 class Server(Protocol):
-    """Whoever serves requests."""
+    """Serves requests."""
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Work, or wait, until something is so."""
+        """Run steps, or wait for another thread that does, until the condition holds."""
 
     def cancel(self, request: Request) -> None:
         """Stop a request."""
 
 
 class SampleHandle:
-    """One prompt that is being sampled. Whoever waits for it works for all requests of the sampler.
+    """A prompt that is being sampled. A thread that waits for it runs the steps for all requests of the sampler.
 
-    May be used from several threads. A handle that nobody waits for goes on only while somebody waits for another.
+    Handles can be used from several threads. Without a waiting thread no handle of the sampler makes progress.
     """
 
     def __init__(self, request: Request, server: Server, respond: Callable[[Request], SampleResponse]) -> None:
@@ -559,34 +559,34 @@ class SampleHandle:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the result is complete."""
         return self._request.done
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed, if it did."""
+        """The error of a failed request, else None."""
         return self._request.error
 
     def tokens(self, sample: int = 0) -> Iterator[int]:
-        """Yield the tokens of a sample as they are drawn.
+        """Yield the tokens of a sample as they are sampled.
 
         Args:
-            sample: its number.
+            sample: index of the sample.
 
         Raises:
-            ArgumentError: there is no such sample.
+            ArgumentError: the sample does not exist.
             NonFiniteError: the model's logits are NaN.
         """
         for _, tokens, _ in self._grow(sample):
             yield from tokens
 
     def text(self, sample: int = 0) -> Iterator[tuple[str, StopReason | None]]:
-        """Yield what each token adds to the text of a sample, and why it ended with the last one (None before).
+        """Yield the text that each token adds to a sample, with the stop reason (None before the end).
 
-        The pieces together are `decoded` of the result: without special tokens, and nothing of a stop string.
+        The concatenated pieces equal `decoded` of the result: without special tokens and without the stop string.
 
         Args:
-            sample: its number.
+            sample: index of the sample.
         """
         stream = TextStream(self._request.stop)
         for draft, tokens, reason in self._grow(sample):
@@ -597,14 +597,14 @@ class SampleHandle:
                 yield added, None
 
     def progress(self, sample: int = 0, start: int = 0) -> SampledTokens:
-        """Return what has been drawn so far, without computing anything.
+        """Return the tokens sampled so far, without computing anything.
 
         Args:
             sample: index of the sample.
             start: number of tokens to leave out.
 
         Raises:
-            ArgumentError: there is no such sample.
+            ArgumentError: the sample does not exist.
             NonFiniteError: the model's logits are NaN.
         """
         self._check()
@@ -614,7 +614,7 @@ class SampleHandle:
         return SampledTokens(tokens, logprobs, draft.reason)
 
     def result(self) -> SampleResponse:
-        """Wait for all samples and return them; those that were cancelled end with the reason "abort".
+        """Wait for all samples and return them; cancelled samples have the stop reason "abort".
 
         Raises:
             NonFiniteError: the model's logits are NaN.
@@ -624,7 +624,7 @@ class SampleHandle:
         return self._respond(self._request)
 
     def cancel(self) -> None:
-        """Stop; what was drawn stays. Does nothing when it is done."""
+        """Stop the request; it keeps its tokens. No-op if it is done."""
         if not self._request.done:
             self._server.cancel(self._request)
 
@@ -635,7 +635,7 @@ class SampleHandle:
         return drafts[sample]
 
     def _grow(self, sample: int) -> Iterator[tuple[SequenceState, list[int], StopReason | None]]:
-        """Yield the draft, its new tokens, and with the last of them why it ended."""
+        """Yield the sample, its new tokens, and with the last of them the stop reason."""
         seen = 0
 
         def more() -> bool:

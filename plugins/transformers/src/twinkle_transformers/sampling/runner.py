@@ -1,4 +1,8 @@
-"""Runs a model over a step's stream, with the adapters of its rows, and its attention over the KV cache."""
+"""Runs a model on the token stream of a step, with the adapters of its rows and attention over the KV cache.
+
+A step concatenates tokens of many sequences to one row `[1, T]` without padding between them. All layers but attention
+treat tokens independently, so only attention must know the sequences: `CacheScope` replaces it during the forward.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,25 +29,25 @@ from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
 from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 
-_GAP = 8  # slots without a token that one call may pass over
+_GAP = 8  # largest distance of consecutive slots in one attention call
 _NONE = Segments.of([1])
-"""Segments of a scope that knows the sequences in another way."""
+"""Unused segments of `CacheScope`, which gets its sequences from `AttentionMetadata`."""
 Texts = tuple[tuple[int, ...], ...]
 _LIVELY_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change with the longest sequence of a call."""
+"""Rotary embeddings that depend on the longest sequence of a call."""
 _LENGTHS = (7, 5, 3)
 _CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Tokens of one sequence that lie next to each other in a step's stream.
+    """Consecutive tokens of one sequence in the stream of a step.
 
     Attributes:
-        slot: where the sequence's keys and values are.
-        start: tokens that it has there already.
-        first: where the stretch begins in the stream.
-        count: its tokens.
+        slot: slot of the sequence in the KV cache.
+        start: number of its tokens that are in the cache already.
+        first: index of the first token in the stream.
+        count: number of tokens.
     """
 
     slot: int
@@ -53,27 +57,27 @@ class Stretch:
 
     @property
     def rows(self) -> slice:
-        """Where it lies in the stream."""
+        """Rows of the stream."""
         return slice(self.first, self.first + self.count)
 
     @property
     def stop(self) -> int:
-        """Tokens that the slot has afterwards."""
+        """Number of tokens in the slot after the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Neighbouring slots whose next tokens attend in one call.
+    """Neighbouring slots whose single next tokens attend in one call.
 
     Attributes:
-        slots: of the store.
-        rows: int64 `[n]`, where each slot's token is in the stream; of a slot without one, anywhere.
-        lengths: int64 `[n]`, tokens that each sees, itself the last; 1 for a slot without one.
-        shortest: the smallest length of those with a token.
-        longest: the largest.
-        even: whether all slots have a token and one length.
-        filled: int64, which of the slots have a token; None is all.
+        slots: slots of the cache.
+        rows: int64 `[n]`, row of the stream of each slot's token; any row for a slot without a token.
+        lengths: int64 `[n]`, number of tokens that each attends to, including itself; 1 for a slot without a token.
+        shortest: smallest length of the slots with a token.
+        longest: largest length.
+        even: whether all slots have a token and the same length, so that no mask is needed.
+        filled: int64, indices of the slots with a token; None means all.
     """
 
     slots: slice
@@ -86,21 +90,24 @@ class Span:
 
 
 class AttentionMetadata:
-    """The tokens of a step's stream by how they attend.
+    """The tokens of a step, grouped by the attention call that serves them.
+
+    Single next tokens of many sequences share a batched call on slices of the cache. Tokens of new sequences attend to
+    each other only and do not read the cache. Chunks of partly read prompts need one call each.
 
     Attributes:
-        single: stretches of one token that go on, in the order of their slots.
-        fresh: stretches of sequences that begin.
-        later: stretches of several tokens that go on.
+        single: stretches of one token that continue a sequence, ordered by slot.
+        fresh: stretches that begin a sequence.
+        later: stretches of several tokens that continue a sequence.
     """
 
     def __init__(self, stretches: Sequence[Stretch], total: int, device: torch.device) -> None:
-        """Sort stretches.
+        """Group stretches.
 
         Args:
-            stretches: of the step, in the order of the stream; what lies behind them is padding.
-            total: tokens of the stream.
-            device: where the store is.
+            stretches: stretches of the step, in the order of the stream; tokens after them are padding.
+            total: number of tokens of the stream.
+            device: device of the cache.
         """
         self.total, self.device = total, device
         self.single = sorted((s for s in stretches if s.count == 1 and s.start), key=lambda s: s.slot)
@@ -111,22 +118,22 @@ class AttentionMetadata:
 
     @cached_property
     def single_rows(self) -> Tensor:
-        """Where the single tokens are in the stream, int64 `[n]`."""
+        """Rows of the single tokens in the stream, int64 `[n]`."""
         return self._index([s.first for s in self.single])
 
     @cached_property
     def simple(self) -> bool:
-        """Whether the stream is one single token for each of some neighbouring slots, in their order."""
+        """Whether the stream has exactly one token for each of some neighbouring slots, in order: pure decoding."""
         spans = self.spans
         in_order = all(stretch.first == row for row, stretch in enumerate(self.single))
         return len(self.single) == self.total and len(spans) == 1 and spans[0].filled is None and in_order
 
     def single_places(self, heads: int, capacity: int) -> Tensor:
-        """Return where single tokens go in a store's layer seen as `[slots * heads * capacity, size]`.
+        """Return the rows of the single tokens in a layer of the cache, viewed as `[slots * heads * capacity, size]`.
 
         Args:
-            heads: of the layer.
-            capacity: of the store.
+            heads: number of heads of the layer.
+            capacity: capacity of a slot.
 
         Returns:
             int64 `[n * heads]`.
@@ -138,7 +145,7 @@ class AttentionMetadata:
 
     @cached_property
     def fresh_rows(self) -> slice | Tensor:
-        """Where the tokens of sequences that begin are in the stream."""
+        """Rows of the tokens of new sequences in the stream; a slice if they are contiguous, which avoids copies."""
         first, count = self.fresh[0].first, sum(s.count for s in self.fresh)
         if self.fresh[-1].first + self.fresh[-1].count == first + count:
             return slice(first, first + count)
@@ -146,12 +153,17 @@ class AttentionMetadata:
 
     @cached_property
     def fresh_segments(self) -> Segments:
-        """Their sequences."""
+        """Segments of the new sequences."""
         return Segments.of([s.count for s in self.fresh], self.device)
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The calls that serve the single tokens: one, but where lengths or slots lie far apart."""
+        """The attention calls for the single tokens.
+
+        A call is padded to its longest sequence and covers all slots between its first and last. One call serves all
+        tokens unless slots are far apart, or so uneven in length that padding would more than double the work; then
+        sequences are grouped by the power of two of their length.
+        """
         lengths = [s.stop for s in self.single]
         uneven = 2 * sum(lengths) < max(lengths, default=0) * len(lengths)
         parts: list[list[Stretch]] = []
@@ -176,7 +188,7 @@ class AttentionMetadata:
         )  # fmt: skip
 
     def seen_by_span(self, span: Span, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor | None]:
-        """Return the places that a span's tokens see, and what to add to their scores, `[n, 1, 1, places]` or None."""
+        """Return the cached positions for a span's tokens, and the additive mask `[n, 1, 1, positions]` or None."""
         first = 0 if window is None else max(0, span.shortest - window)
         places = slice(first, span.longest)
         if span.even:
@@ -187,12 +199,13 @@ class AttentionMetadata:
             seen = place < span.lengths[:, None]
             if window is not None:
                 seen &= place >= span.lengths[:, None] - window
-            seen[:, 0] |= ~seen.any(-1)  # a slot without a token sees something: a soft-max of nothing is NaN
+            # A slot without a token attends to one position, because a softmax over none is NaN.
+            seen[:, 0] |= ~seen.any(-1)
             self._masks[key] = _added(seen, dtype)[:, None, None]
         return places, self._masks[key]
 
     def seen_by_stretch(self, stretch: Stretch, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor]:
-        """Return the places that a stretch's tokens see, and what to add to their scores, `[count, places]`."""
+        """Return the cached positions for a stretch's tokens, and the additive mask `[count, positions]`."""
         first = 0 if window is None else max(0, stretch.start - window + 1)
         key = (stretch, window, dtype)
         if key not in self._masks:
@@ -214,7 +227,7 @@ def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Rule:
-    """How the tokens of a layer attend; see `segment_attention`."""
+    """Attention parameters of a layer; see `segment_attention`."""
 
     scale: float
     window: int | None
@@ -222,18 +235,19 @@ class Rule:
     sinks: Tensor | None
 
     def singly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend with one token a sequence.
+        """Attend with one token per sequence.
 
         Args:
             q: `[n, H, D]`.
-            k: `[n, G, L, D]`; each of its heads serves `H / G` consecutive heads of `q`, which lie here where a
-                sequence would.
+            k: `[n, G, L, D]`; each of its heads serves `H / G` consecutive heads of `q`.
             v: `[n, G, L, E]`.
-            mask: added to the scores, `[n, 1, 1, L]`.
+            mask: additive mask, `[n, 1, 1, L]`.
 
         Returns:
             `[n, H, E]`.
         """
+        # With one query token, the H / G query heads of a group take the place of the query sequence:
+        # `[n, G, H / G, D]` attends to `[n, G, L, D]` without repeating keys for grouped-query attention.
         grouped = q.view(len(k), k.shape[1], -1, q.shape[2])
         if self.softcap is None and self.sinks is None:
             out = nn.functional.scaled_dot_product_attention(grouped, k, v, mask, scale=self.scale)
@@ -252,7 +266,7 @@ class Rule:
             q: `[c, H, D]`.
             k: `[G, L, D]`.
             v: `[G, L, E]`.
-            mask: added to the scores, `[c, L]`.
+            mask: additive mask, `[c, L]`.
 
         Returns:
             `[c, H, E]`.
@@ -274,7 +288,7 @@ class Rule:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the soft-max of `[..., L]`; a sink takes its share and gives nothing (gpt-oss)."""
+    """Return the softmax of `[..., L]`; a sink adds to the denominator only (gpt-oss)."""
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -284,31 +298,31 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class CacheScope(Scope):
-    """The time during which a model reads a step's stream: its layers write to the store and attend to it."""
+    """Context of a forward over the stream of a step: attention layers write to the KV cache and attend to it."""
 
     def __init__(self, reach: AttentionMetadata, store: KVCache, switch: Switch, routing: Routing | None) -> None:
-        """Remember where everything is.
+        """Prepare the scope; layers are counted from the first call of `attend`.
 
         Args:
-            reach: which tokens see what.
-            store: keys and values so far.
-            switch: puts our attention in place of the model's.
-            routing: which tokens belong to which adapter.
+            reach: the tokens by attention call.
+            store: the KV cache.
+            switch: replaces the model's attention by `attend`.
+            routing: the adapter of each token.
         """
         super().__init__(_NONE, switch, routing)
         self.reach, self.store = reach, store
         self._layer = 0
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend in the next layer: `[T, heads, size]` each; returns `[T, H, E]`, 0 for padding."""
+        """Attention of the next layer: q, k and v are `[T, heads, size]`; returns `[T, H, E]`, 0 for padding."""
         keys, values = self.store.keys[self._layer], self.store.values[self._layer]
         self._layer += 1
         if not q.dtype == k.dtype == v.dtype == keys.dtype:  # autocast
             q, k, v = q.to(keys.dtype), k.to(keys.dtype), v.to(values.dtype)
         scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         rule = Rule(scale, options["window"], options["softcap"], options["sinks"])
-        self._write(keys, values, k, v)
-        if self.reach.simple:
+        self._write(keys, values, k, v)  # before attention, because each token attends to itself too
+        if self.reach.simple:  # pure decoding: one call, without gather and scatter of rows
             return self._single(self.reach.spans[0], rule, q, keys, values)
         out = v.new_zeros(len(q), q.shape[1], v.shape[2])
         if self.reach.fresh:
@@ -322,11 +336,11 @@ class CacheScope(Scope):
             k, v = keys[stretch.slot, :, places], values[stretch.slot, :, places]
             out[stretch.rows] = rule.onward(q[stretch.rows], k, v, mask)
         for span in self.reach.spans:
-            found = self._single(span, rule, q[span.rows], keys, values)
+            attended = self._single(span, rule, q[span.rows], keys, values)
             if span.filled is None:
-                out[span.rows] = found
-            else:
-                out[span.rows[span.filled]] = found[span.filled]
+                out[span.rows] = attended
+            else:  # drop the results of slots without a token
+                out[span.rows[span.filled]] = attended[span.filled]
         return out
 
     def _single(self, span: Span, rule: Rule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -357,12 +371,12 @@ def _put(target: Tensor, stretch: Stretch, tokens: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What a step reads of one sequence.
+    """The tokens that a step reads of one sequence.
 
     Attributes:
-        slot: where the sequence's keys and values are.
-        start: tokens that it has there already.
-        tokens: those to read, at least one.
+        slot: slot of the sequence in the KV cache.
+        start: number of its tokens that are in the cache already.
+        tokens: the tokens to read, at least one.
         version: the adapter, None for the base model.
     """
 
@@ -374,14 +388,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """What a step computes.
+    """The input of a step's forward.
 
     Attributes:
         ids: int64 `[1, T]`.
         positions: int64 `[1, T]`.
-        reach: which tokens see what.
-        firsts: where each piece begins, in the order in which they were given.
-        owners: the adapter of each token, in the order of the stream; padding has none.
+        reach: the tokens by attention call.
+        firsts: first row of each piece, in the order of the pieces.
+        owners: the adapter of each token, in the order of the stream; None for padding.
     """
 
     ids: Tensor
@@ -392,12 +406,14 @@ class Stream:
 
 
 def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) -> Stream:
-    """Put pieces one after the other: those of one adapter together, adapters of one layout too, the base last.
+    """Concatenate pieces: those of one adapter together, adapters of one layout together, the base model last.
+
+    In this order the low-rank terms of all adapters of one layout are one grouped product over contiguous rows.
 
     Args:
-        pieces: of a step.
-        device: where the model is.
-        multiple: the stream is padded to a multiple of so many tokens.
+        pieces: pieces of a step.
+        device: device of the model.
+        multiple: the stream is padded to a multiple of this number of tokens.
     """
     layouts: dict[object, int] = {}
     keys: dict[str, int] = {}
@@ -434,11 +450,11 @@ def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) ->
 
 
 def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[AdapterVersion]], Tensor]) -> Routing | None:
-    """Return which rows belong to which adapter; None if none does.
+    """Return the adapter of each row as groups of rows; None if no row has an adapter.
 
     Args:
-        owners: of each row; those of one adapter next to each other.
-        weights: stacks the weights of versions of one layout.
+        owners: adapter of each row; rows of one adapter are contiguous.
+        weights: function that stacks the weights of versions of one layout.
     """
     groups = [(owners[first], first, past - first) for first, past in runs(_keys(owners)) if owners[first] is not None]
     adapter_groups = []
@@ -455,10 +471,10 @@ def _keys(owners: Sequence[AdapterVersion | None]) -> list[str | None]:
 
 
 class Read:
-    """What the model made of a step's stream.
+    """The result of a step's forward.
 
     Attributes:
-        stream: what it read.
+        stream: its input.
         hidden: last hidden states `[T, H]`.
     """
 
@@ -467,22 +483,22 @@ class Read:
 
 
 class Runner:
-    """One causal language model, and how to run it step by step.
+    """Runs a causal language model step by step.
 
     Attributes:
         model: the Hugging Face module.
-        device: where it is.
+        device: device of the model.
         vocabulary: size of its embedding.
-        evidence: what `store` measured; None before.
+        evidence: measurement by `store`; None before.
     """
 
     def __init__(self, model: Any, *, row_multiple: int = 1, backbone: Backbone | None = None) -> None:
-        """Look at the model, without running it.
+        """Inspect the model, without running it.
 
         Args:
             model: the Hugging Face module; layers inside may be wrapped by PEFT.
-            row_multiple: steps are padded to a multiple of so many rows.
-            backbone: the model as body and head, with its evidence, where somebody has it already.
+            row_multiple: steps are padded to a multiple of this number of rows.
+            backbone: the model as body and head, with its evidence, if it was measured before.
         """
         self.model, self.row_multiple = model, row_multiple
         weight = model.get_input_embeddings().weight
@@ -497,7 +513,7 @@ class Runner:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """Where adapters may act, by name; from now on steps with adapters go through these layers.
+        """The layers that adapters may adapt, by name; the first access installs the low-rank forward in them.
 
         Raises:
             Unsupported: a layer's forward was replaced.
@@ -509,9 +525,9 @@ class Runner:
         return self._sites
 
     def changed(self) -> bool:
-        """Say whether weights of the base model were written since the last call; looks at its layers anew.
+        """Return whether weights of the base model were written since the last call; inspects its layers again.
 
-        What only writes through `.data` is not seen.
+        Writes through `.data` are not detected.
         """
         state: list[int] = []
         for name, parameter in self.model.named_parameters():
@@ -524,10 +540,13 @@ class Runner:
         return before != self._structure
 
     def store(self) -> KVCache:
-        """Measure whether steps compute what the model computes of whole sequences, and return an empty store.
+        """Measure whether steps compute the same as a forward over whole sequences, and return an empty KV cache.
+
+        Three texts are read in steps that they share, and each by itself. The difference must be of the size of
+        rounding, and changing one text must not change the others: otherwise sequences leak into each other.
 
         Raises:
-            Unsupported: they do not, or cannot; it says why. `evidence` has the numbers.
+            Unsupported: the results differ, or the model cannot run in steps. `evidence` has the numbers.
         """
         self.evidence = turned_off("steps") or self._judge()
         get_logger().debug("%s: %s", type(self.model).__name__, self.evidence)
@@ -549,15 +568,15 @@ class Runner:
         return judge("steps", self._in_steps, self._whole, texts, changes, routed=is_routed(self.model))
 
     def _store(self) -> KVCache:
-        """Return an empty store for what the layers keep of a token."""
+        """Return an empty KV cache with the shapes of the layers, measured by a forward of one token."""
         probe = _Probe(self._switch)
         self._body(probe_tokens(1, self.vocabulary), probe)
         return KVCache(probe.layers, self.device)
 
     def read(self, pieces: Sequence[Piece], store: KVCache) -> Read:
-        """Read one step; keys and values go to the store, where nothing before a piece's start changes."""
+        """Run one step; keys and values are written to the KV cache, from the start of each piece on."""
         if any(piece.version is not None for piece in pieces):
-            _ = self.sites  # installed
+            _ = self.sites  # installs the low-rank forward
         stream = lay_out(pieces, self.device, self.row_multiple)
         routing = self.route(stream.owners)
         with CacheScope(stream.reach, store, self._switch, routing):
@@ -583,8 +602,8 @@ class Runner:
     def _plain_head(self, hidden: Tensor, head: Any) -> Tensor:
         base = getattr(head, "base_layer", head)
         if is_plain(base):
-            made: Tensor = nn.functional.linear(*product_of(hidden, base))
-            return made
+            logits: Tensor = nn.functional.linear(*product_of(hidden, base))
+            return logits
         out: Tensor = base(hidden)
         return out
 
@@ -595,7 +614,7 @@ class Runner:
 
     @cached_property
     def head_name(self) -> str:
-        """The head's path in the model."""
+        """Path of the output projection in the model; "" if it is not found."""
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), "")
 
@@ -604,7 +623,7 @@ class Runner:
         return self.backbone.segmenter._switch
 
     def route(self, owners: Sequence[AdapterVersion | None]) -> Routing | None:
-        """Return which rows belong to which adapter; see `stream.route`."""
+        """Return the adapter of each row; see the function `route`."""
         return route(owners, self._stacked)
 
     def _stacked(self, versions: list[AdapterVersion]) -> Tensor:
@@ -632,7 +651,10 @@ class Runner:
             return self._run(given[:1], given[1:])
 
     def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return last hidden states `[T, H]`; the mask says nothing, but that transformers need not look for rows."""
+        """Return last hidden states `[T, H]`.
+
+        The mask is all ones and has no effect; without it transformers would search `position_ids` for packed rows.
+        """
         mask = torch.ones_like(ids, dtype=torch.bool)
         body = self.model.base_model
         out = body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -640,11 +662,11 @@ class Runner:
         return hidden
 
     def _whole(self, texts: Texts) -> Tensor:
-        """Return the hidden states of each text read at once."""
+        """Return the hidden states of the texts, each from a forward of its own."""
         return torch.cat([self._body(text, _Probe(self._switch)) for text in texts])
 
     def _in_steps(self, texts: Texts) -> Tensor:
-        """Return the hidden states of all texts, read in steps that they share."""
+        """Return the hidden states of the texts, read together in shared steps."""
         store = self._store()
         store.resize(len(texts), max(map(len, texts)))
         found: list[list[Tensor]] = [[] for _ in texts]
@@ -662,7 +684,7 @@ def _bounds() -> list[tuple[int, int]]:
 
 
 class _Probe(Scope):
-    """Sees what the layers keep of a token."""
+    """Records the shapes of keys and values of the layers."""
 
     def __init__(self, switch: Switch) -> None:
         from twinkle_torch.segments import Segments
@@ -671,7 +693,7 @@ class _Probe(Scope):
         self.layers: list[LayerShape] = []
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Note the shapes, and attend."""
+        """Record the shapes, and attend."""
         from twinkle_torch.segments import Segments
 
         kind = q.device.type
@@ -682,7 +704,7 @@ class _Probe(Scope):
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """Return the kinds of rotary embedding in `rope_parameters`, perhaps one for each kind of layer."""
+    """Return the types of rotary embedding in `rope_parameters`, which may have one for each type of layer."""
     if not isinstance(parameters, dict):
         return []
     own = [parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else []

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: pure tensor functions, one row a sequence, and noise without a generator's state."""
+"""Sampling of tokens from logits: pure tensor functions with one row per sequence, and stateless noise."""
 
 import hashlib
 import struct
@@ -11,16 +11,16 @@ from twinkle_torch.head import wide
 
 
 def uniform(seed: int, row: int, sample: int, position: int) -> float:
-    """Return a number in [0, 1) that depends on its four arguments alone, with 48 random bits (BLAKE2b).
+    """Return a number in [0, 1) with 48 random bits that is a function of the four arguments (BLAKE2b).
 
-    48 bits stay below 1 also after multiplication by a float64 sum near 1.
+    With 48 bits the product with a float64 sum near 1 also stays below 1.
     """
     key = struct.pack("<Qqqq", seed & 0xFFFF_FFFF_FFFF_FFFF, row, sample, position)
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "little") / 2**48
 
 
 def noise_of(seed: int | Sequence[int], row: int, sample: int, position: int) -> float:
-    """Return `uniform` of one seed; of a list of seeds, that of a request of its own with the sample's."""
+    """Return `uniform` of one seed; with a list of seeds, that of a separate request with the sample's seed."""
     return uniform(seed, row, sample, position) if isinstance(seed, int) else uniform(seed[sample], row, 0, position)
 
 
@@ -49,13 +49,13 @@ def sorted_distribution(
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered distribution, most probable token first.
 
-    Top-k comes first; top-p then keeps the fewest tokens whose probability, renormalised among those k, reaches p
-    (arXiv:1904.09751, section 3.1). At least one token stays.
+    Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose probability, renormalised
+    over those k, reaches p (arXiv:1904.09751, section 3.1). At least one token is kept.
 
     Args:
         logits_BV: `[B, V]`.
         temperature: above 0.
-        top_k: how many tokens are kept; -1 means all.
+        top_k: number of tokens to keep; -1 means all.
         top_p: in (0, 1].
 
     Returns:
@@ -73,11 +73,11 @@ def sorted_distribution(
 def draw(
     logits_BV: Tensor, noise_B: Tensor | None, *, temperature: float, top_k: int = -1, top_p: float = 1.0
 ) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Sample one token per row by inversion of the cumulative distribution.
 
     Args:
         logits_BV: `[B, V]`, with any penalty applied.
-        noise_B: float64 `[B]` in [0, 1): where in the distribution each row draws; None is for greedy draws.
+        noise_B: float64 `[B]` in [0, 1): quantile of each row; None for greedy sampling.
         temperature: 0 is greedy, and the noise is not used.
         top_k: see `sorted_distribution`.
         top_p: see `sorted_distribution`.
@@ -88,7 +88,7 @@ def draw(
     if temperature == 0 or noise_B is None:
         return logits_BV.argmax(-1)
     if top_k == -1 and top_p >= 1:
-        # Any order of tokens serves; a sort of the whole vocabulary would cost more than the rest.
+        # Inversion works with any order of tokens; sorting the whole vocabulary would cost more than the rest.
         probs_BV = _exact(_scaled(logits_BV.to(wide(logits_BV.dtype)), temperature).softmax(-1))
         return _invert(probs_BV, noise_B)
     probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p)
@@ -96,7 +96,7 @@ def draw(
 
 
 def draw_several(logits_BV: Tensor, noise_BN: Tensor, *, temperature: float) -> Tensor:
-    """Draw several tokens a row, with replacement, among all tokens.
+    """Sample several tokens per row, with replacement, from the whole vocabulary.
 
     Args:
         logits_BV: `[B, V]`.
@@ -115,11 +115,11 @@ def draw_several(logits_BV: Tensor, noise_BN: Tensor, *, temperature: float) -> 
 def drawn_log_probs(
     logits_BV: Tensor, tokens_B: Tensor, *, temperature: float, top_k: int = -1, top_p: float = 1.0
 ) -> list[float]:
-    """Return each token's log-probability in the distribution that `draw` draws from; at temperature 0 that is 0.
+    """Return each token's log-probability in the distribution that `draw` samples from; 0 at temperature 0.
 
     Args:
         logits_BV: `[B, V]`, with any penalty applied.
-        tokens_B: int64 `[B]`, drawn with the same arguments.
+        tokens_B: int64 `[B]`, sampled with the same arguments.
         temperature: see `draw`.
         top_k: see `sorted_distribution`.
         top_p: see `sorted_distribution`.
@@ -127,11 +127,11 @@ def drawn_log_probs(
     if temperature == 0:
         return [0.0] * len(tokens_B)
     if top_k == -1 and top_p >= 1:
-        found: list[float] = log_probs(logits_BV, temperature).gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
-        return found
+        full: list[float] = log_probs(logits_BV, temperature).gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
+        return full
     probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p)
-    mine_B = (probs_BK * (ids_BK == tokens_B[:, None])).sum(-1)
-    logs: list[float] = (mine_B / probs_BK.sum(-1)).log().tolist()
+    token_probs_B = (probs_BK * (ids_BK == tokens_B[:, None])).sum(-1)
+    logs: list[float] = (token_probs_B / probs_BK.sum(-1)).log().tolist()
     return logs
 
 
@@ -147,13 +147,13 @@ def with_logprobs(log_probs_BV: Tensor, tokens_B: Tensor, count: int) -> list[li
 
 
 def most_probable(log_probs_BV: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Return for each row the `count` most probable tokens as (token id, log-probability), the best first."""
+    """Return for each row the `count` most probable tokens as (token id, log-probability), in descending order."""
     values, ids = log_probs_BV.topk(min(count, log_probs_BV.shape[-1]), dim=-1)
     return [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    # The largest logit goes first, so that a temperature near 0 overflows to -inf and never to inf.
+    # Subtract the largest logit first, so that a temperature near 0 can overflow to -inf only, never to inf.
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
@@ -163,8 +163,9 @@ def _exact(probs: Tensor) -> Tensor:
 
 
 def _invert(probs_BK: Tensor, noise: Tensor) -> Tensor:
-    """Return the first index whose cumulative probability exceeds noise times the total; `[B]` or `[B, N]` as noise."""
+    """Return the first index whose cumulative probability exceeds noise times the total; in the shape of noise."""
     cumulative = probs_BK.cumsum(-1)
+    # Scale the noise by the actual total: after top-p, and by rounding, it is not exactly 1.
     goal = noise.to(cumulative).view(len(probs_BK), -1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, goal, right=True)
     return index.clamp(max=probs_BK.shape[-1] - 1).view(noise.shape)

@@ -1,4 +1,4 @@
-"""Where a sampler's module comes from: weights of its own, or a live model that is being trained."""
+"""The module that a sampler runs: its own weights, or a live model that is being trained."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -28,16 +28,16 @@ from twinkle_transformers.sampling.adapters import LiveAdapters, Spare, read_ver
 from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sites import Site, find_expert_sites, install_experts
 
-_KEPT = 4  # adapters given by path that stay loaded; a training loop writes a new one each step
+_KEPT = 4  # number of adapters from folders to keep loaded; a training loop writes a new one each step
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The adapter that a row is sampled with.
+    """The adapter of a row.
 
     Attributes:
-        peft: PEFT's name of it, "" for the base model alone, None to leave all as it is; for the slower path.
-        version: its weights as they are now, None for the base model; for the engine.
+        peft: its name in PEFT, "" for the base model, None for PEFT's present state; for the decode loop.
+        version: its present weights, None for the base model; for the engine.
         whole: whether the engine cannot serve it.
     """
 
@@ -59,30 +59,30 @@ class Source(ABC):
 
     @property
     def unchecked(self) -> nn.Module:
-        """The module, where a call has checked it before: looking at every parameter takes longer than a small step."""
+        """The module without its checks, which can cost more than a step; for calls that have made them."""
         return self.module
 
     @property
     @abstractmethod
     def model_id(self) -> str | None:
-        """Where the tokenizer is, if that is known."""
+        """Folder of the tokenizer, if known."""
 
     @abstractmethod
     def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
-        """Return the adapter that a row wants.
+        """Return the adapter of a row.
 
         Args:
-            name: its name; "" is the one that rows have by default, None the base model.
-            path: instead of a name, its folder.
-            runner: of the engine; None where there is none.
+            name: its name; "" is the default adapter, None the base model.
+            path: its folder, instead of a name.
+            runner: runner of the engine; None without an engine.
         """
 
     def pick_version(self, version: AdapterVersion, runner: Runner | None) -> Pick:
-        """Return weights that somebody holds, as the adapter of a row.
+        """Return an adapter version as the adapter of a row.
 
         Raises:
-            ArgumentError: they adapt layers that this model does not have.
-            Unsupported: they adapt experts whose forward was replaced.
+            ArgumentError: it adapts layers that this model does not have.
+            Unsupported: it adapts experts whose forward was replaced.
         """
         sites = self.sites(runner)
         shapes = version.layout.shapes.items()
@@ -94,19 +94,19 @@ class Source(ABC):
 
     @abstractmethod
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
-        """Load an adapter under a name; one of that name is replaced."""
+        """Load an adapter under a name, and replace one of that name."""
 
     def read(self, path: str | Path, runner: Runner | None) -> AdapterVersion:
-        """Read the adapter in a folder; nothing of the module changes.
+        """Read the adapter in a folder, without changing the module.
 
         Raises:
-            CheckpointError: there is none, or it belongs to another model.
-            Unsupported: it is more than low-rank terms of linear layers.
+            CheckpointError: the folder has no adapter, or one of another model.
+            Unsupported: the adapter is not only low-rank terms of linear layers.
         """
         return read_version(_adapter_folder(path), self.sites(runner))
 
     def sites(self, runner: Runner | None) -> dict[str, Site]:
-        """Return where adapters may act."""
+        """Return the layers that adapters may adapt."""
         return sites_of(self.base) if runner is None else runner.sites
 
     @property
@@ -117,7 +117,7 @@ class Source(ABC):
 
     @property
     def backbone(self) -> Backbone | None:
-        """The module as body and head, where a live model has measured it already."""
+        """The module as body and head, if a live model has measured it."""
         return None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -126,37 +126,37 @@ class Source(ABC):
 
     @contextlib.contextmanager
     def ready(self, adapter: str | None) -> Iterator[nn.Module]:
-        """Give the module in evaluation mode, without gradients, the adapter chosen; all of it undone at the end."""
+        """Yield the module in evaluation mode, without gradients, with the adapter active; restore all at the end."""
         module = self.module
         with self._lock, evaluating(module), torch.no_grad(), self.autocast(), with_adapter(module, adapter):
             yield module
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let an engine run the base model: as `ready`, with PEFT's layers silent."""
+        """Prepare the module for the engine: like `ready`, with PEFT's adapters disabled."""
         module = self.unchecked
         with self._lock, evaluating(module), self.without_graph(), self.autocast(), silent(module):
             yield
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which nothing else runs the module."""
+        """Return the context that prevents other use of the module."""
         return self._lock
 
     def without_graph(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which no graph is built; a module that others train must not meet inference tensors."""
+        """Return the context without gradients; a module that is trained must not get inference tensors."""
         return torch.no_grad()
 
 
 class OwnWeights(Source):
-    """A module that only this sampler uses; adapters come from folders."""
+    """A module that only this sampler uses, with adapters from folders."""
 
     def __init__(self, model_id: str | Path, *, adapter_path: str | Path | None, **options: Any) -> None:
-        """Load the model and, where given, the adapter that calls use by default.
+        """Load the model, and the default adapter if given.
 
         Args:
             model_id: see `load_model`.
             adapter_path: the folder of a PEFT adapter.
-            **options: for `load_model`.
+            **options: arguments of `load_model`.
         """
         super().__init__()
         self._module: nn.Module
@@ -182,11 +182,11 @@ class OwnWeights(Source):
         return self._model_id
 
     def without_graph(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Source.without_graph`; nobody trains these weights."""
+        """See `Source.without_graph`; these weights are not trained."""
         return torch.inference_mode()
 
     def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
-        """See `Source.pick`; a folder is read unless it is still there unchanged."""
+        """See `Source.pick`; a folder is read again only if it has changed."""
         if path is not None:
             return self._from_path(path, runner)
         if name is None:
@@ -198,7 +198,7 @@ class OwnWeights(Source):
         return self._named.get(name, Pick())
 
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
-        """See `Source.add`; the one that it replaces goes when the new one is in place."""
+        """See `Source.add`; a replaced adapter is removed after the new one was loaded."""
         if not adapter_name:
             raise ArgumentError("add_adapter_to_sampler: the adapter's name is empty; give it one")
         old = self._named.get(adapter_name)
@@ -207,7 +207,7 @@ class OwnWeights(Source):
             self._drop(old)
 
     def set_default(self, version: AdapterVersion | None, name: str | None) -> None:
-        """Let rows have an adapter by default, and by its name if it has one; None is the base model alone."""
+        """Set the default adapter of rows, also available by its name if it has one; None means the base model."""
         self._default = None
         for key in {"", name or ""}:
             old = self._named.pop(key, None)
@@ -226,7 +226,7 @@ class OwnWeights(Source):
         return found
 
     def _load(self, folder: Path, runner: Runner | None) -> Pick:
-        """Read an adapter for the engine, or load it under a name that PEFT alone sees."""
+        """Read an adapter for the engine, or load it into PEFT under an internal name."""
         if runner is not None:
             try:
                 return Pick(version=read_version(folder, runner.sites))
@@ -244,16 +244,16 @@ class OwnWeights(Source):
 
 
 class SharedModel(Source):
-    """The module of a live model, or a bare module: nothing is copied, and nothing of it is changed for good."""
+    """The module of a live model, or a bare module; it is not copied, and changes to it are undone."""
 
     def __init__(self, model: Any) -> None:
-        """Remember the model; its module is looked up at each call, since adding an adapter wraps it anew.
+        """Store the model; its module is looked up at each call, because adding an adapter wraps it again.
 
         Args:
             model: an `nn.Module`, or anything with one as `.model`.
 
         Raises:
-            ArgumentError: it is neither.
+            ArgumentError: `model` is neither.
         """
         super().__init__()
         if not isinstance(model, nn.Module) and not isinstance(getattr(model, "model", None), nn.Module):
@@ -275,7 +275,7 @@ class SharedModel(Source):
                 "save it and sample from the folder, or use a mesh without fsdp"
             )
         if not hasattr(module, "get_input_embeddings"):
-            raise ArgumentError(f"model holds a {type(module).__name__}, which is no language model of transformers")
+            raise ArgumentError(f"model holds a {type(module).__name__}, which is not a language model of transformers")
         return module
 
     @property
@@ -288,7 +288,7 @@ class SharedModel(Source):
 
     @property
     def model_id(self) -> str | None:
-        """The folder or id that the live model was loaded from, if it says so."""
+        """The folder or id of the live model, if it has one."""
         if isinstance(self._model, nn.Module):
             return None
         found = getattr(self._model, "model_path", None) or getattr(self._model, "model_id", None)
@@ -333,10 +333,10 @@ class SharedModel(Source):
         return Pick(name or None, whole=True)
 
     def publish(self, name: str | None, runner: Runner | None) -> None:
-        """Keep an adapter as it is now, for rows that name it and for those that name none.
+        """Store the present state of an adapter, for rows that name it and for rows without a name.
 
         Args:
-            name: of the adapter; None is the active one.
+            name: name of the adapter; None means the active one.
             runner: see `pick`.
         """
         if hasattr(self._model, "sampler_version"):
@@ -373,18 +373,18 @@ class SharedModel(Source):
         return Pick(version=self._model.sampler_version(name), whole=runner is None)
 
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
-        """Refuse: the adapters of a live model are its own."""
+        """Raise: the adapters of a live model belong to that model."""
         raise Unsupported(_SHARED)
 
 
 class _Folders:
-    """Adapters of the folders that were read last, as long as those are unchanged."""
+    """Adapters of the most recently read folders; a changed folder is read again."""
 
     def __init__(self) -> None:
         self._versions: dict[tuple[str, int, int], AdapterVersion] = {}
 
     def version(self, path: str | Path, read: Callable[[], AdapterVersion]) -> AdapterVersion:
-        """Return the adapter in a folder, which `read` reads."""
+        """Return the adapter in a folder, from the cache or by `read`."""
         key = _state(_adapter_folder(path))
         found = self._versions.pop(key, None) or read()
         self._versions[key] = found
@@ -394,7 +394,7 @@ class _Folders:
 
 
 def _state(folder: Path) -> tuple[str, int, int]:
-    """Return what says which adapter is in a folder, and changes when it is written anew."""
+    """Return an identity of the adapter in a folder, which changes when the folder is rewritten."""
     weights = folder / adapters.WEIGHTS
     stat = weights.stat() if weights.is_file() else None
     return str(folder.resolve()), 0 if stat is None else stat.st_mtime_ns, 0 if stat is None else stat.st_ino
@@ -423,7 +423,7 @@ def _unknown(name: str, known: set[str], way: str) -> ArgumentError:
 
 @contextmanager
 def with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Let one adapter ("": none) answer for the duration of a block. PEFT's switches also change `requires_grad`."""
+    """Activate one adapter ("": none) for a block. PEFT's switches also change `requires_grad`, which is restored."""
     if adapter is None or not isinstance(module, PeftModel):
         yield
         return
@@ -446,7 +446,7 @@ def with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
-    """Let no adapter of PEFT answer for the duration of a block, without touching what is trained."""
+    """Disable PEFT's adapters for a block, without changing `requires_grad`."""
     if not isinstance(module, PeftModel):
         yield
         return
@@ -462,7 +462,7 @@ def silent(module: nn.Module) -> Iterator[None]:
 
 
 def active_adapters(module: PeftModel) -> list[str]:
-    """Return the adapters that answer now."""
+    """Return the active adapters."""
     tuner: Any = module.base_model
     layers = (part for _, part in tuned_places(module.get_base_model()) if isinstance(part, BaseTunerLayer))
     silent = any(part.disable_adapters for part in layers)
@@ -470,5 +470,5 @@ def active_adapters(module: PeftModel) -> list[str]:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Say whether layers of PEFT are inside."""
+    """Return whether the module contains layers of PEFT."""
     return any(isinstance(part, BaseTunerLayer) for part in module.modules())
