@@ -362,7 +362,7 @@ class LossWorkers:
                 f"took longer than {self.limits.start:g} s"
                 if error.slow
                 else how
-                if str(error) == "is gone"
+                if str(error) == "has ended"
                 else str(error)
             )
             self._failed(plugin, what)
@@ -376,7 +376,7 @@ class LossWorkers:
 
     def _drop(self, plugin: _Plugin) -> str:
         process, plugin.process, plugin.loaded = plugin.process, None, False
-        return "is gone" if process is None else process.end()
+        return "has ended" if process is None else process.end()
 
     def _launch(self, plugin: _Plugin) -> Child:
         """Fork a process, and have it import a plugin; the answer is awaited where it is needed."""
@@ -444,12 +444,12 @@ class _Remote:
 
     def _failure(self, error: Ended, worker: _Worker | None) -> UserError:
         """End a worker and return what the client is told."""
-        how = "is gone" if worker is None else worker.process.end()
+        how = "has ended" if worker is None else worker.process.end()
         what = str(error)
         passing = error.slow or worker is None or what == more_memory(self._workers.limits.memory)
         if error.slow:
             what = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
-        elif what == "is gone":
+        elif what == "has ended":
             what = f"crashed: its process {how}"
             if how == _SIGKILL:
                 what, passing = f"{what} (by itself, or by the system for want of memory)", True
