@@ -75,7 +75,7 @@ def test_a_recipient_that_is_none_is_named(wrong: str) -> None:
 
 
 def test_a_recipient_longer_than_any_key_is_refused_in_few_words() -> None:
-    with pytest.raises(ValueError, match="it must have at most 2048 characters, got 1000008") as caught:
+    with pytest.raises(ValueError, match="a recipient must have at most 2048 characters, got 1000008") as caught:
         check_recipients(["ssh-rsa " + "A" * 10**6])
     assert len(str(caught.value)) < 500
 

@@ -267,7 +267,7 @@ def test_a_creation_that_fails_leaves_no_model_that_counts(
     assert found["failed"].reason == "no room"
     assert run(store.models.count("ada")) == 2
     run(store.models.set_status("ada", made["failed"][0].id, "creating", 1.0))  # as it was left by earlier versions
-    assert run(store.models.end_never_made()) == 1
+    assert run(store.models.end_failed_creations()) == 1
     assert run(store.models.count("ada")) == 2
 
 

@@ -49,8 +49,8 @@ class Service(Runtime):
     async def start(self) -> None:
         """Resume pending operations and start the engine; return before it is ready (see `wait_ready`)."""
         await self._upkeep.bring_back()
-        await self._store.models.end_never_made()
-        if retried := await self._store.models.try_again(time.time()):
+        await self._store.models.end_failed_creations()
+        if retried := await self._store.models.retry_corrupted(time.time()):
             _log.warning(
                 "%d models could not be restored at an earlier start; trying again from their stored state", retried
             )
