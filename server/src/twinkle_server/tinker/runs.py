@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints, as people look at them: lists, lifetimes, copies, files to take away."""
+"""Endpoints for training runs and their checkpoints: lists, expiry, publication, downloads."""
 
 import asyncio
 from email.utils import formatdate
@@ -39,7 +39,7 @@ async def training_runs(
     access_scope: Scope = "owned",
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """List the caller's training runs, newest first; nothing of others is accessible as a run."""
+    """List the caller's training runs, newest first; runs of other tenants are never accessible."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.models.page(who.tenant, limit, offset, project_id)
     latest = await state.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
@@ -51,8 +51,8 @@ async def training_runs(
 async def training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
     """Describe a training run."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.models.get(who.tenant, run)
-    return answer(_run(found, await state.store.checkpoints.latest(who.tenant, [run], now())))
+    model = await state.store.models.get(who.tenant, run)
+    return answer(_run(model, await state.store.checkpoints.latest(who.tenant, [run], now())))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -80,7 +80,7 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
-    """Delete a checkpoint; samplers that were made from it keep what they have."""
+    """Delete a checkpoint; sampling sessions created from it keep working."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
     return answer({})
@@ -88,7 +88,7 @@ async def delete_checkpoint(request: Request, run: str, kind: str, name: str) ->
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Let everybody load a checkpoint."""
+    """Allow all tenants to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
     return answer({})
@@ -96,7 +96,7 @@ async def publish(request: Request, run: str, kind: str, name: str) -> Response:
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Let nobody but its owner load a checkpoint."""
+    """Allow only the owner to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
     return answer({})
@@ -104,7 +104,7 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
 
 @router.put(f"{_CHECKPOINT}/ttl", openapi_extra=takes(TtlBody))
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
-    """Say how long a checkpoint lives from now on; null is for ever."""
+    """Set the remaining lifetime of a checkpoint; null is unlimited."""
     who, state = caller(request), app_state_of(request)
     seconds = check_ttl((await read(request, TtlBody)).ttl_seconds)
     expires = None if seconds is None else now() + seconds
@@ -114,22 +114,22 @@ async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
-    """Return a signed link to each file of external weights."""
+    """Return a signed link to each file of an external checkpoint."""
     who, state = caller(request), app_state_of(request)
     path = _path(run, kind, name)
-    found = await state.store.checkpoints.find(who.tenant, path, now())
+    checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
     if kind != "external_weights":
         raise BadRequest(f"{path} is not an external checkpoint; create one with save_weights_external")
-    urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), found.folder)
+    urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), checkpoint.folder)
     return answer({"urls": urls, "expires": moment(expires)})
 
 
 @router.get(f"{_CHECKPOINT}/archive")
 async def archive(request: Request, run: str, kind: str, name: str) -> Response:
-    """Lead to a checkpoint as one tar, by a signed link. Clients before 0.36 ask for this."""
+    """Redirect to a tar archive of a checkpoint, by a signed link. Clients before 0.36 use this."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
-    url, expires = state.need_links().archive(str(request.base_url), found.folder)
+    checkpoint = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
+    url, expires = state.need_links().archive(str(request.base_url), checkpoint.folder)
     headers = {"Location": url, "Expires": formatdate(expires, usegmt=True)}
     body = answer({"url": url, "expires": moment(expires)}, 302)
     body.headers.update(headers)
@@ -138,33 +138,33 @@ async def archive(request: Request, run: str, kind: str, name: str) -> Response:
 
 @router.post("/weights_info", openapi_extra=takes(WeightsInfo))
 async def weights_info(request: Request) -> Response:
-    """Say what a model must be like for a checkpoint to fit."""
+    """Return the properties that a model must have to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, WeightsInfo)
-    found = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
+    checkpoint = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
     return answer(
         {
-            "base_model": found.base,
+            "base_model": checkpoint.base,
             "optimizer_config": {"type": "adamw"},
             "is_lora": True,
-            "lora_rank": found.rank,
-            "train_unembed": found.train_unembed,
-            "train_mlp": found.train_mlp,
-            "train_attn": found.train_attn,
+            "lora_rank": checkpoint.rank,
+            "train_unembed": checkpoint.train_unembed,
+            "train_mlp": checkpoint.train_mlp,
+            "train_attn": checkpoint.train_attn,
         }
     )
 
 
 def _path(run: str, kind: str, name: str) -> CheckpointPath:
-    """Return the path of a checkpoint that a route names.
+    """Return the path of a checkpoint in a route.
 
     Raises:
-        NotFound: no checkpoint can have that path.
+        NotFound: the path is invalid.
     """
     try:
         return CheckpointPath.parse(f"tinker://{run}/{kind}/{name}")
     except BadRequest:
-        raise NotFound(f"no checkpoint of kind {kind[:40]!r} and name {name[:140]!r}") from None
+        raise NotFound(f"checkpoint {name[:140]!r} of kind {kind[:40]!r} does not exist") from None
 
 
 def _checkpoint(row: Checkpoint) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sessions of clients: they begin, are heard of, end, and can be found again."""
+"""Endpoints for sessions of clients: created, kept alive, finished, and searched."""
 
 import hashlib
 from typing import Annotated, Any, Literal
@@ -64,7 +64,7 @@ class _Cursor(Body):
     last_session_id: Id
 
     def text(self) -> str:
-        """Return it as the store reads it."""
+        """Return the cursor in the format of the store."""
         return write_cursor(self.last_created_at.timestamp(), self.last_session_id)
 
 
@@ -83,7 +83,7 @@ class Search(Body):
 
 @router.post("/create_session", openapi_extra=takes(CreateSession))
 async def create_session(request: Request) -> Response:
-    """Begin a session; a request that comes again, under its idempotency key, gets the session that it began."""
+    """Create a session; a retry with the same idempotency key returns the same session."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateSession)
     begun = now()
@@ -104,7 +104,7 @@ async def create_session(request: Request) -> Response:
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def session_heartbeat(request: Request) -> Response:
-    """Hear of a session; one that is unknown or over answers 410, which ends the client's loop."""
+    """Record a heartbeat; the response is 410 if the session is unknown or has ended, which stops the client."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Heartbeat)
     await state.service.heartbeat(body.session_id, who.tenant)
@@ -113,14 +113,14 @@ async def session_heartbeat(request: Request) -> Response:
 
 @router.post("/sessions/search", openapi_extra=takes(Search))
 async def search(request: Request) -> Response:
-    """Find sessions of the caller, newest first."""
+    """Search the caller's sessions, newest first."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Search)
     statuses = _statuses(body)
     others = body.owner.type == "user" and who.tenant not in body.owner.owner_urns
     if others or (statuses is not None and not statuses):
         return answer({"sessions": []})
-    wanted = SessionSearch(
+    conditions = SessionSearch(
         session=body.session_id,
         projects=body.project_ids or [],
         metadata=body.user_metadata,
@@ -129,10 +129,10 @@ async def search(request: Request) -> Response:
         limit=body.limit,
         cursor=None if body.cursor is None else body.cursor.text(),
     )
-    found = await state.store.sessions.search(who.tenant, wanted)
-    rows = [row for row in found.rows if _wanted_end(row, body)]
+    page = await state.store.sessions.search(who.tenant, conditions)
+    rows = [row for row in page.rows if _matches_reason(row, body)]
     counts = await state.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
-    last = found.rows[-1] if found.cursor else None
+    last = page.rows[-1] if page.cursor else None
     cursor = last and {"last_created_at": moment(last.created), "last_session_id": last.id}
     summaries = [_summary(row, *counts.get(row.id, (0, 0))) for row in rows]
     return answer(present(sessions=summaries, next_cursor=cursor))
@@ -150,26 +150,26 @@ async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> R
 async def session(request: Request, session_id: str) -> Response:
     """Describe a session."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.sessions.get(who.tenant, session_id)
+    record = await state.store.sessions.get(who.tenant, session_id)
     models = await state.store.models.of_session(who.tenant, session_id)
     samplers = await state.store.samplers.of_session(who.tenant, session_id)
     return answer(
         present(
             training_run_ids=[model.id for model in models],
             sampler_ids=[sampler.id for sampler in samplers],
-            user_metadata=found.metadata or None,
-            display_name=found.display_name,
+            user_metadata=record.metadata or None,
+            display_name=record.display_name,
         )
     )
 
 
 @router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(request: Request, session_id: str) -> Response:
-    """End a session; a second time changes nothing."""
+    """Finish a session; idempotent."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
-    detail = None if body.detail is None else redact(body.detail)  # often an exception's text, headers included
+    detail = None if body.detail is None else redact(body.detail)  # often the text of an exception with headers
     if await state.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
         state.samplers.forget()
         await state.service.finish_session(session_id)
@@ -178,7 +178,7 @@ async def finish(request: Request, session_id: str) -> Response:
 
 @router.put("/sessions/{session_id}/project", openapi_extra=takes(Project))
 async def set_project(request: Request, session_id: str) -> Response:
-    """Put a session into a project."""
+    """Set the project of a session."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Project)
     await state.store.sessions.set_project(who.tenant, session_id, body.project_id)
@@ -187,10 +187,10 @@ async def set_project(request: Request, session_id: str) -> Response:
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """Say that no traces are kept."""
+    """Report that traces are not supported."""
     who, state = caller(request), app_state_of(request)
     await state.store.sessions.get(who.tenant, session_id)
-    return answer({"status": "failed", "error": "this service keeps no traces of sessions"})
+    return answer({"status": "failed", "error": "this service does not record traces of sessions"})
 
 
 def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
@@ -200,14 +200,14 @@ def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
 
 
 def _statuses(body: Search) -> list[str] | None:
-    """Return statuses of rows that may fit; none of ours is "cancelled" or "failed"."""
+    """Return the matching statuses of rows; the service has no "cancelled" and "failed"."""
     if body.statuses is None:
         return None
     known = {"active": "active", "client_finished": "finished"}
     return sorted({known[status.type] for status in body.statuses if status.type in known})
 
 
-def _wanted_end(row: Session, body: Search) -> bool:
+def _matches_reason(row: Session, body: Search) -> bool:
     if body.statuses is None or row.status != "finished":
         return True
     ends = [status for status in body.statuses if status.type == "client_finished"]
