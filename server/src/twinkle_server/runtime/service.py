@@ -48,7 +48,7 @@ class Service(Runtime):
 
     async def start(self) -> None:
         """Resume pending operations and start the engine; return before it is ready (see `wait_ready`)."""
-        await self._upkeep.bring_back()
+        await self._upkeep.restore_named()
         await self._store.models.end_failed_creations()
         if retried := await self._store.models.retry_corrupted(time.time()):
             _log.warning(
