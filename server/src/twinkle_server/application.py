@@ -34,7 +34,7 @@ from twinkle_server.tinker import (
     training,
 )
 from twinkle_server.tinker.app_state import AppState, Records
-from twinkle_server.tinker.requests import add_routes, answer
+from twinkle_server.tinker.requests import add_routes, json_response
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def tinker_routes() -> APIRouter:
 
 
 def _service_error(_request: Request, error: Any) -> Response:
-    response = answer({"detail": error.message}, error.status)
+    response = json_response({"detail": error.message}, error.status)
     if isinstance(error, Busy):
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, SequenceConflict):
@@ -124,7 +124,7 @@ def _service_error(_request: Request, error: Any) -> Response:
 
 def _invalid(_request: Request, error: Any) -> Response:
     errors = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:8]]
-    return answer({"detail": "; ".join(errors)[:2000]}, 422)
+    return json_response({"detail": "; ".join(errors)[:2000]}, 422)
 
 
 def _http_error(request: Request, error: Any) -> Response:
@@ -133,11 +133,11 @@ def _http_error(request: Request, error: Any) -> Response:
         detail = f"{request.url.path[:300]!r} does not exist on this service"
     if error.status_code == 405:
         detail = f"{request.url.path[:300]!r} does not support {request.method}"
-    response = answer({"detail": detail}, error.status_code)
+    response = json_response({"detail": detail}, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
 def _failure(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.scope.get("path", "")[:300], exc_info=error)
-    return answer({"detail": "internal server error; see the log of the service"}, 500)
+    return json_response({"detail": "internal server error; see the log of the service"}, 500)

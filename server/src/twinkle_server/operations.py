@@ -32,7 +32,7 @@ PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward"})
 Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 LOST = b"lost"
-"""`Submission.asked` of a number that was given up: a later request with this number gets that failure."""
+"""`Submission.original` of a number that was given up: a later request with this number gets that failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Submission:
         number: sequence number in the queue; None takes the next one (legacy unload only).
         tokens: cost in tokens of the model.
         refusal: why it fails without running; its number is used up.
-        asked: the original request if `payload` contains values that differ between retries (a folder, a seed); its
+        original: the original request if `payload` contains values that differ between retries (a folder, a seed); its
             hash is then used instead of that of `payload`.
     """
 
@@ -59,7 +59,7 @@ class Submission:
     number: int | None
     tokens: int = 0
     refusal: str | None = None
-    asked: bytes | None = None
+    original: bytes | None = None
 
     @property
     def ordered(self) -> bool:
@@ -95,7 +95,7 @@ class Operation:
         status: pending, or how it ended.
         attempts: number of deaths of the engine while it ran.
         payload: None if it is not in memory (see `Journal.payload`).
-        asked_by: id of its HTTP request, for the log; None after a restart.
+        http_request: id of its HTTP request, for the log; None after a restart.
     """
 
     id: int
@@ -108,7 +108,7 @@ class Operation:
     status: Status = "pending"
     attempts: int = 0
     payload: bytes | None = None
-    asked_by: str | None = None
+    http_request: str | None = None
 
     @property
     def ordered(self) -> bool:

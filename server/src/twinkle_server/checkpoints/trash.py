@@ -225,7 +225,7 @@ def path_of(row: Row[tuple[object, ...]]) -> str:
     return str(CheckpointPath(str(fields["run"]), str(fields["kind"]), str(fields["name"])))
 
 
-async def described(store: Store) -> list[dict[str, object]]:
+async def describe_entries(store: Store) -> list[dict[str, object]]:
     """Return the entries of the trash with the checkpoints that they belonged to."""
     entries = await asyncio.to_thread(lambda: list(Trash(store.data).entries()))
     now = time.time()

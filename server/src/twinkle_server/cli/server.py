@@ -267,9 +267,9 @@ def trash() -> None:
 @_json
 def list_trash(data: Path, as_json: bool) -> None:
     """List entries in the order of their expiry."""
-    from twinkle_server.checkpoints.trash import described
+    from twinkle_server.checkpoints.trash import describe_entries
 
-    rows: list[dict[str, Any]] = with_store(data, described)
+    rows: list[dict[str, Any]] = with_store(data, describe_entries)
     lines = [
         f"{row['name']}  {row['bytes']} bytes  {row['checkpoint'] or row['folder']}  "
         f"emptied in {_hours_and_minutes(row['emptied_in_seconds'])}"

@@ -8,7 +8,7 @@ from typing import Any, Final
 from twinkle.engine import SavedAdapter
 
 SUFFIX: Final = ".age"
-MOST_RECIPIENTS: Final = 64
+MAX_RECIPIENTS: Final = 64
 """Maximum number of recipients of a checkpoint; each adds a stanza to every file."""
 _LONGEST: Final = 2048
 """Maximum length of a recipient in characters; an RSA key of 4096 bits, the largest allowed, has about 750."""
@@ -22,10 +22,8 @@ def check_recipients(recipients: Sequence[str]) -> None:
     Raises:
         ValueError: there are none or too many, or one is not an X25519 key of age (`age1…`) or an SSH public key.
     """
-    if not 1 <= len(recipients) <= MOST_RECIPIENTS:
-        raise ValueError(
-            f"age_encryption_recipients must have 1 to {MOST_RECIPIENTS} recipients, got {len(recipients)}"
-        )
+    if not 1 <= len(recipients) <= MAX_RECIPIENTS:
+        raise ValueError(f"age_encryption_recipients must have 1 to {MAX_RECIPIENTS} recipients, got {len(recipients)}")
     for number, recipient in enumerate(recipients):
         try:
             _recipient(recipient)

@@ -25,7 +25,7 @@ from twinkle.engine import (
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
-from twinkle_server.engine.losses.catalog import CUSTOM, Losses, ignores, takes
+from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
@@ -314,7 +314,9 @@ class Executor:
             loss, options = request.loss_fn, config
         else:
             spec = self._losses.find(request.loss_fn)
-            rows = read_rows(request, context, vocabulary, takes(spec), ignores(spec), SEQUENCES in spec.inputs)
+            rows = read_rows(
+                request, context, vocabulary, accepted_inputs(spec), ignored_inputs(spec), SEQUENCES in spec.inputs
+            )
             loss = self._losses.build(spec, config, rows, queue_id=item.queue_id, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features

@@ -33,7 +33,7 @@ class Budget:
         self.used = 0
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Reserve bytes.
 
         Raises:
@@ -44,7 +44,7 @@ class Budget:
                 raise Busy(f"request memory is full ({self.used} of {self.size} bytes in use); retry later")
             self.used += count
 
-    def give(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Release bytes."""
         with self._lock:
             self.used -= count
@@ -55,25 +55,25 @@ class Share:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self.taken = 0
+        self.reserved = 0
 
-    def take(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Reserve more bytes.
 
         Raises:
             Busy: not enough bytes are left.
         """
-        self._budget.take(count)
-        self.taken += count
+        self._budget.reserve(count)
+        self.reserved += count
 
-    def give(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Release some bytes."""
-        self._budget.give(count)
-        self.taken -= count
+        self._budget.release(count)
+        self.reserved -= count
 
     def close(self) -> None:
         """Release all bytes."""
-        self.give(self.taken)
+        self.release(self.reserved)
 
 
 class Turnstile:
@@ -106,7 +106,7 @@ class Turnstile:
                 return
 
 
-_GRACE = 30.0  # seconds that a body may take, whatever its size
+_GRACE = 30.0  # seconds that a body may reserve, whatever its size
 _SLOWEST = 64 * 2**10  # minimum bytes per second after that
 _ON_A_THREAD = 96 * 2**10  # larger bodies are processed on a thread; a pass of 4,096 tokens has 64 KiB
 _PARTS = 64  # maximum number of parts per row; legitimate rows have up to 30
@@ -173,8 +173,11 @@ class BodyLimitMiddleware:
                 for name, value in scope["headers"]
                 if name not in (b"content-encoding", b"content-length")
             ]
-            packed, body = body, await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.take)
-            share.give(len(packed))
+            packed, body = (
+                body,
+                await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.reserve),
+            )
+            share.release(len(packed))
         large = len(body) > _ON_A_THREAD
         if scope["path"] in PASSES and "protobuf" in (header(scope, b"content-type") or ""):
             if large:
@@ -186,26 +189,26 @@ class BodyLimitMiddleware:
     def _check_json(self, body: bytes, share: Share) -> None:
         check_depth(body)
         if len(body) > _ON_A_THREAD:
-            check_weight(body, self.budget.size - share.taken, share.take)
+            check_weight(body, self.budget.size - share.reserved, share.reserve)
 
     async def _read(self, receive: Any, share: Share) -> bytes:
         pieces: list[bytes] = []
         began = time.monotonic()
         while True:
-            allowed = _GRACE + share.taken / _SLOWEST
+            allowed = _GRACE + share.reserved / _SLOWEST
             if pieces:
                 await self._turnstile.through()
             try:
                 async with asyncio.timeout(began + allowed - time.monotonic()):
                     message = await receive()
             except TimeoutError as error:
-                raise _Timeout(f"the request body is too slow: {share.taken} bytes in {allowed:.0f} s") from error
+                raise _Timeout(f"the request body is too slow: {share.reserved} bytes in {allowed:.0f} s") from error
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             piece = message.get("body", b"")
-            if share.taken + len(piece) > self._limits.body_bytes:
+            if share.reserved + len(piece) > self._limits.body_bytes:
                 raise self._too_large()
-            share.take(len(piece))
+            share.reserve(len(piece))
             if not message.get("more_body", False):
                 return b"".join((*pieces, piece)) if pieces else piece
             pieces.append(piece)
@@ -257,7 +260,7 @@ def is_flat(body: bytes, deepest: int = DEEPEST) -> bool:
 
 
 def _is_deeper(body: bytes, deepest: int) -> bool:
-    import numpy as np  # most bodies do not need it
+    import numpy as np  # limit bodies do not need it
 
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -279,21 +282,21 @@ _VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
 _SKIPPED = {_EIGHT: 8, _FOUR: 4}
 
 
-def check_parts(body: bytes, most: int) -> None:
+def check_parts(body: bytes, limit: int) -> None:
     """Refuse a pass with too many messages and numbers; an array is bytes, and counts as one part.
 
     Args:
         body: a serialized `ForwardBackwardRequest`, not yet parsed; errors are left to the parser.
-        most: maximum number of parts.
+        limit: maximum number of parts.
 
     Raises:
         TooLarge: the limit is exceeded.
     """
     from twinkle_server.wire import tinker_pb2 as pb
 
-    left = _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), most)
+    left = _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), limit)
     if left < 0:
-        raise TooLarge(f"the request body must have at most {most} parts; send fewer rows at a time")
+        raise TooLarge(f"the request body must have at most {limit} parts; send fewer rows at a time")
 
 
 def _count(kind: "Descriptor", body: bytes, place: int, end: int, left: int) -> int:
@@ -337,13 +340,13 @@ _WEIGHTS = {b",": 40, b"[": 80, b"{": 240, b":": 80, b'"': 40}
 """Estimated bytes of the Python objects for each mark: a number, a list, an object, its entries, half a string."""
 
 
-def check_weight(body: bytes, most: int, take: Callable[[int], None]) -> None:
+def check_weight(body: bytes, limit: int, reserve: Callable[[int], None]) -> None:
     """Estimate the memory of a parsed body before parsing it.
 
     Args:
         body: JSON, not yet parsed.
-        most: limit in bytes.
-        take: called with the estimate; may raise.
+        limit: limit in bytes.
+        reserve: called with the estimate; may raise.
 
     Raises:
         TooLarge: the limit is exceeded.
@@ -351,9 +354,9 @@ def check_weight(body: bytes, most: int, take: Callable[[int], None]) -> None:
     weight = 0
     for start in range(0, len(body), _STRIDE):  # in pieces, so that other threads can run
         weight += sum(body.count(mark, start, start + _STRIDE) * each for mark, each in _WEIGHTS.items())
-        if weight > most:
+        if weight > limit:
             raise TooLarge("the request body has more values than fit into memory; send fewer rows at a time")
-    take(weight)
+    reserve(weight)
 
 
 _OUTPUT = 2**20
@@ -364,7 +367,7 @@ _CHECKSUM, _BLOCK_HEADER = 4, 3
 _RLE, _COMPRESSED = 1, 2
 
 
-def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
+def decompress(body: bytes, limit: int, reserve: Callable[[int], None]) -> bytes:
     """Decompress a zstd body.
 
     The content size in the frame header is not trusted: the output is produced and counted in pieces.
@@ -372,7 +375,7 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
     Args:
         body: one or more frames.
         limit: maximum size of the result in bytes.
-        take: called with the size of each piece before it is kept; may raise.
+        reserve: called with the size of each piece before it is kept; may raise.
 
     Raises:
         TooLarge: the result exceeds the limit.
@@ -384,7 +387,7 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
                 pass
         kept = io.BytesIO()
         for piece in _pieces(body, limit):
-            take(len(piece))
+            reserve(len(piece))
             kept.write(piece)
     except zstandard.ZstdError as error:
         raise BadRequest(

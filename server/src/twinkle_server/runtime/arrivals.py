@@ -183,7 +183,7 @@ class Cancellation:
             if operation.kind != "sample":
                 return
             self._dispatcher.land(operation.id)
-            self._dispatcher.tell(Message(messages.CANCEL, {"id": operation.id}))
+            self._dispatcher.send_order(Message(messages.CANCEL, {"id": operation.id}))
         elif not queue.withdraw(operation):
             return  # its outcome is being written
         outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
@@ -247,4 +247,4 @@ def _lost(queue: ModelQueue, number: int, seconds: float) -> Submission:
         f"cannot run sequence number {number} of this model: it did not arrive within {seconds:.0f} s after a later "
         "one, which was failed for that; nothing was computed; send this request again under the next number"
     )
-    return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, asked=LOST)
+    return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, original=LOST)

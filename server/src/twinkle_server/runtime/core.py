@@ -213,7 +213,7 @@ class Runtime:
             self._lease_lost(str(error))
             raise
         if accepted.fresh:
-            operation.asked_by = REQUEST.get()
+            operation.http_request = REQUEST.get()
             if submission.refusal is not None:
                 self._record_end(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
             await self._enqueue(operation)
@@ -234,7 +234,7 @@ class Runtime:
             self.dispatcher.arrive(queue, operation)
             self._drop_payload(queue, operation)
         elif (loaded := self.futures.find(operation.request, operation.tenant)) is not None:
-            loaded.asked_by = operation.asked_by  # the operation was loaded together with its queue
+            loaded.http_request = operation.http_request  # the operation was loaded together with its queue
 
     def _drop_payload(self, queue: ModelQueue, operation: Operation) -> None:
         """Drop the payload of a waiting operation if it is large or many wait; it is read again before sending."""
@@ -448,7 +448,7 @@ class EngineEvents:
             self._dispatcher.close(queue, Closed("this model was unloaded"))
             self._outcomes.then(self._effects.unloaded)
         elif not failed and _reads_checkpoint(operation):
-            self._dispatcher.tell(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
+            self._dispatcher.send_order(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
 
     def restored(self, message: Message) -> None:
         """Handle the answer to a RESTORE."""

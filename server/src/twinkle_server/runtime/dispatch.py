@@ -38,16 +38,16 @@ class Window:
         self._used = 0
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
 
-    def try_take(self, size: int) -> bool:
+    def try_acquire(self, size: int) -> bool:
         """Reserve bytes for an operation if they are free and no tenant waits."""
         if self._waiting or not self._fits(size):
             return False
         self._used += size + _FRAME
         return True
 
-    async def take(self, tenant: str, size: int) -> None:
+    async def acquire(self, tenant: str, size: int) -> None:
         """Reserve bytes for an operation; wait until they are free."""
-        if self.try_take(size):
+        if self.try_acquire(size):
             return
         entry = _Waiting(size, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(entry)
@@ -55,12 +55,12 @@ class Window:
             await entry.granted
         except asyncio.CancelledError:
             if entry.granted.done() and not entry.granted.cancelled():
-                self.give(size)
+                self.release(size)
             else:
                 self._forget(tenant, entry)
             raise
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Release bytes."""
         self._used -= size + _FRAME
         self._grant()
@@ -230,7 +230,7 @@ class Dispatcher:
         payload = operation.payload
         if payload is None or operation.kind == "sample" or queue.must_attach:
             return False
-        if not self._window.try_take(len(payload)):
+        if not self._window.try_acquire(len(payload)):
             return False
         self._send(child, queue, operation, payload)
         return True
@@ -267,11 +267,11 @@ class Dispatcher:
             return  # the operation was cancelled meanwhile, which drops its payload
         if operation.kind == "sample":
             payload = await self._with_source(queue, operation, payload)
-        await self._window.take(operation.tenant, len(payload))
+        await self._window.acquire(operation.tenant, len(payload))
         if queue.closed is None and queue.head is operation:
             self._send(child, queue, operation, payload)
         else:
-            self._window.give(len(payload))
+            self._window.release(len(payload))
 
     async def _payload(self, operation: Operation) -> bytes:
         if operation.payload is not None:
@@ -319,10 +319,10 @@ class Dispatcher:
         flight = self.in_flight.pop(operation, None)
         if flight is not None:
             flight.queue.landed(operation)
-            self._window.give(flight.size)
+            self._window.release(flight.size)
         return flight
 
-    def tell(self, message: Message) -> None:
+    def send_order(self, message: Message) -> None:
         """Send a message that concerns only the current engine; dropped without one."""
         if self.child is not None:
             with contextlib.suppress(LinkClosed):
@@ -378,9 +378,9 @@ class Dispatcher:
             composition = await self._journal.composition(operation.id)
         except LookupError as error:
             raise Corrupted(f"the payload of operation {operation.number} is missing") from error
-        await self._window.take(operation.tenant, len(payload))
+        await self._window.acquire(operation.tenant, len(payload))
         if queue.closed is not None:
-            self._window.give(len(payload))
+            self._window.release(len(payload))
             return
         self.replays += 1
         self._replayed()
@@ -396,7 +396,7 @@ class Dispatcher:
         """Detach a model that is to be detached, if no operation runs."""
         todo = queue.release(engine=self.child is not None)
         if todo == "detach":
-            self.tell(Message(messages.DETACH, {"queue_id": queue.name}))
+            self.send_order(Message(messages.DETACH, {"queue_id": queue.name}))
         elif todo == "detached":
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
 
@@ -460,7 +460,7 @@ class Dispatcher:
 
     def _forget(self, queue: ModelQueue) -> None:
         """Drop a model in the engine without a snapshot."""
-        self.tell(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
+        self.send_order(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
 
     # Engines
 

@@ -56,12 +56,12 @@ class Service(Runtime):
             )
         times = self._settings.times
         every = min(10.0, times.session / 4)
-        self.janitor.add("expiry of sessions", every, self._sessions.expire)
+        self.janitor.add("session expiry", every, self._sessions.expire)
         self.janitor.add("models of ended sessions", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
-        self.janitor.add("upkeep of checkpoints", times.upkeep, self._upkeep.run)
-        self.janitor.add("room on the disk", _ROOM, self._upkeep.make_room)
-        self.janitor.add("whether the disk takes writes again", _PROBE, self._probe)
+        self.janitor.add("checkpoint upkeep", times.upkeep, self._upkeep.run)
+        self.janitor.add("disk space", _ROOM, self._upkeep.make_room)
+        self.janitor.add("disk probe", _PROBE, self._probe)
         await super().start()
 
     async def heartbeat(self, session: str, tenant: str) -> None:

@@ -40,11 +40,11 @@ def check_database(data: Path) -> None:
     Raises:
         StoreError: says what the directory contains, and how to restore it or to start with an empty one.
     """
-    found, reason = _classify(data / DATABASE)
-    if found == "ours":
+    state, reason = _classify(data / DATABASE)
+    if state == "ours":
         return
     content = describe(data)
-    if found in ("missing", "empty") and not content:
+    if state in ("missing", "empty") and not content:
         return
     holds = f", but the directory holds {', '.join(content)}" if content else ""
     raise StoreError(f"cannot open {data}: {reason}{holds}; {remedy(data)}")

@@ -114,49 +114,63 @@ class Submit:
 
     def __call__(self, connection: Connection) -> tuple[Accepted, Operation]:
         """Run within a transaction."""
-        raw, asked = driver(connection), self.submission
+        raw, submission = driver(connection), self.submission
         self.context.fence(raw)
-        number = asked.number
+        number = submission.number
         if number is None:
-            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": asked.queue_id}).fetchone()[0])
-        request = new_request(self.context.secret, asked.tenant)
+            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": submission.queue_id}).fetchone()[0])
+        request = new_request(self.context.secret, submission.tenant)
         row = self._insert(raw, request, number)
         if row is None:
             return self._repeated(raw, number)
         status: Status = "pending"
-        if asked.refusal is not None:
+        if submission.refusal is not None:
             status = "failed"
         elif self.also is not None:
             self.also(connection)
-        operation = Operation(row, request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, status)
-        operation.payload = asked.payload if status == "pending" else None
+        operation = Operation(
+            row, request, submission.tenant, submission.queue_id, number, submission.kind, submission.tokens, status
+        )
+        operation.payload = submission.payload if status == "pending" else None
         return Accepted(request, True), operation
 
     def _insert(self, raw: sqlite3.Connection, request: str, number: int) -> int | None:
-        asked, now = self.submission, self.context.clock()
-        refused = asked.refusal is not None
-        columns = (request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, self.digest)
-        outcome = ("failed", redact(asked.refusal), "user") if asked.refusal is not None else ("pending", None, None)
+        submission, now = self.submission, self.context.clock()
+        refused = submission.refusal is not None
+        columns = (
+            request,
+            submission.tenant,
+            submission.queue_id,
+            number,
+            submission.kind,
+            submission.tokens,
+            self.digest,
+        )
+        outcome = (
+            ("failed", redact(submission.refusal), "user")
+            if submission.refusal is not None
+            else ("pending", None, None)
+        )
         where = (self.context.epoch, self.stored.where, now, now if refused else None)
         row = raw.execute(sql.INSERT, columns + outcome + where).fetchone()
         if row is None:
             return None
-        if asked.ordered:
-            covered = raw.execute(sql.TOUCH_MODEL, (now, asked.queue_id, asked.tenant)).fetchone()
+        if submission.ordered:
+            covered = raw.execute(sql.TOUCH_MODEL, (now, submission.queue_id, submission.tenant)).fetchone()
             if covered is not None and covered[0] is not None and number <= covered[0]:
-                raise Gone(f"the result of sequence number {number} of {asked.queue_id!r} has expired")
+                raise Gone(f"the result of sequence number {number} of {submission.queue_id!r} has expired")
         if self.stored.data is not None:
             raw.execute(sql.PUT_PAYLOAD, (row[0], self.stored.data))
         return int(row[0])
 
     def _repeated(self, raw: sqlite3.Connection, number: int) -> tuple[Accepted, Operation]:
-        asked = self.submission
-        row = raw.execute(sql.BY_NUMBER, (asked.queue_id, number, asked.tenant)).fetchone()
+        submission = self.submission
+        row = raw.execute(sql.BY_NUMBER, (submission.queue_id, number, submission.tenant)).fetchone()
         if row is None:
-            raise NotFound(f"model or sampling session {asked.queue_id[:120]!r} does not exist")
+            raise NotFound(f"model or sampling session {submission.queue_id[:120]!r} does not exist")
         if row[-1] not in (self.digest, LOST_DIGEST):
             raise SequenceConflict(
-                f"sequence number {number} of {asked.queue_id!r} was used for another request; use the next number"
+                f"sequence number {number} of {submission.queue_id!r} was used for another request; use the next number"
             )
         operation = Operation(*row[:-1])
         return Accepted(operation.request, False), operation
@@ -459,12 +473,12 @@ class SqliteJournal:
 
     async def _digest(self, submission: Submission) -> bytes:
         """Return the digest that identifies a retried request."""
-        asked = submission.payload if submission.asked is None else submission.asked
+        original = submission.payload if submission.original is None else submission.original
         digest = hashlib.sha256(f"{submission.kind}\0".encode())
-        if len(asked) > self._small:
-            await asyncio.to_thread(digest.update, asked)
+        if len(original) > self._small:
+            await asyncio.to_thread(digest.update, original)
         else:
-            digest.update(asked)
+            digest.update(original)
         return digest.digest()
 
     async def _list(self, query: str, *values: object) -> list[Operation]:

@@ -151,5 +151,5 @@ class MemoryJournal:
 
 
 def _digest(submission: Submission) -> bytes:
-    asked = submission.payload if submission.asked is None else submission.asked
-    return hashlib.sha256(f"{submission.kind}\0".encode() + asked).digest()
+    original = submission.payload if submission.original is None else submission.original
+    return hashlib.sha256(f"{submission.kind}\0".encode() + original).digest()

@@ -152,7 +152,7 @@ def _redact(logger: WrappedLogger, name: str, event: EventDict | str) -> str:
     return redact(str(event))
 
 
-ASKED: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
+OPERATION: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
 """`names` of the operation of the current request, set once its model is known to be the caller's."""
 _standard = logging.getLogger(__name__)
 _limiter = LineLimiter("operations that failed")
@@ -163,7 +163,7 @@ def names(of: Submission | Operation) -> dict[str, Any]:
     return {"model" if of.ordered else "sampler": of.queue_id, "kind": of.kind, "number": of.number}
 
 
-def log_taken(submission: Submission, accepted: Accepted) -> None:
+def log_accepted(submission: Submission, accepted: Accepted) -> None:
     """Log that an operation was accepted; the outcome "known" marks a retry."""
     if _standard.isEnabledFor(logging.DEBUG):
         outcome = "taken" if accepted.fresh else "known"
@@ -182,6 +182,6 @@ def log_ended(operation: Operation, outcome: str, seconds: float) -> None:
     if not _standard.isEnabledFor(level) or (level == logging.INFO and not _limiter.take()):
         return
     fields = {"operation": operation.id, "future": operation.request, "seconds": round(seconds, 4), **names(operation)}
-    if operation.asked_by is not None:
-        fields["request"] = operation.asked_by
+    if operation.http_request is not None:
+        fields["request"] = operation.http_request
     _log.log(level, "operation", outcome=outcome, tenant=operation.tenant, tokens=operation.tokens, **fields)

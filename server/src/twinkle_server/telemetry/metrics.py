@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from twinkle_server.telemetry.logs import ASKED, REQUEST, LineLimiter, tenant_mark
+from twinkle_server.telemetry.logs import OPERATION, REQUEST, LineLimiter, tenant_mark
 from twinkle_server.tenancy.auth import Caller
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -168,7 +168,7 @@ class TelemetryMiddleware:
             await self._app(scope, receive, send)
             return
         REQUEST.set(scope.get("request_id"))
-        ASKED.set(None)
+        OPERATION.set(None)
         began, status, seconds = time.perf_counter(), 0, 0.0
 
         async def observe(message: Any) -> None:
@@ -192,4 +192,4 @@ class TelemetryMiddleware:
         tenant = who.tenant if isinstance(who, Caller) else None
         write = _log.error if status >= 500 and status != 503 else _log.info
         fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4)}
-        write("refused", outcome="refused", tenant=tenant, **fields, **(ASKED.get() or {}))
+        write("refused", outcome="refused", tenant=tenant, **fields, **(OPERATION.get() or {}))

@@ -14,7 +14,7 @@ from twinkle_server.errors import BadRequest, Busy, Forbidden
 from twinkle_server.operations import Accepted, Kind, ModelInfo, Submission
 from twinkle_server.ports import Service
 from twinkle_server.store.tables import checkpoints, models
-from twinkle_server.telemetry.logs import ASKED, log_taken, names
+from twinkle_server.telemetry.logs import OPERATION, log_accepted, names
 from twinkle_server.tenancy.auth import CURRENT, Caller
 
 _BURST = 10.0  # seconds of the rate that may be used at once
@@ -120,7 +120,7 @@ class Meter:
         return bucket
 
 
-def check_room(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
+def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
     """Check the size quotas of a key for a new operation, in the transaction that writes it.
 
     Args:
@@ -186,9 +186,9 @@ class Limited:
             Busy: a rate quota is exceeded.
             Forbidden: a model to be created exceeds a quota.
         """
-        ASKED.set(names(submission))
+        OPERATION.set(names(submission))
         accepted = await self._admitted(submission, also)
-        log_taken(submission, accepted)
+        log_accepted(submission, accepted)
         return accepted
 
     async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
@@ -223,7 +223,7 @@ class Limited:
         def guarded(connection: Any) -> None:
             if verdict is not None:
                 raise verdict
-            check_room(connection, caller, submission.kind, time.time())
+            check_quotas(connection, caller, submission.kind, time.time())
             if also is not None:
                 also(connection)
 

@@ -10,7 +10,7 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.tenants import day_of
 from twinkle_server.tinker.app_state import app_state_of, caller, now
-from twinkle_server.tinker.requests import answer, moment, present
+from twinkle_server.tinker.requests import isoformat, json_response, without_none
 
 router = APIRouter()
 _TOKENS = ("training", "sampling_prefill", "sampling_sample")
@@ -26,7 +26,7 @@ async def audit(request: Request, event_type: Word = "all", day: Word | None = N
     since, until = (0.0, float("inf")) if day is None else _bounds(day)
     event = None if event_type == "all" else event_type
     entries = await state.store.audit.entries(who.tenant, since, until, event)
-    return answer({"entries": [_entry(entry) for entry in entries]})
+    return json_response({"entries": [_entry(entry) for entry in entries]})
 
 
 @router.get("/billing/usage/events")
@@ -39,7 +39,7 @@ async def usage_events(request: Request, starting_on: Word, ending_before: Word 
     events = [
         _event(used, base) for used in await state.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
     ]
-    return answer({"data": events, "sessions": {}})
+    return json_response({"data": events, "sessions": {}})
 
 
 @router.get("/billing/usage/checkpoints/current")
@@ -48,15 +48,15 @@ async def checkpoint_usage(request: Request, project_id: Word | None = None) -> 
     who, state = caller(request), app_state_of(request)
     page = await state.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
     size = await state.store.checkpoints.bytes(who.tenant, now(), project_id)
-    item = present(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
-    return answer({"data": [item]})
+    item = without_none(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
+    return json_response({"data": [item]})
 
 
 @router.get("/auth/apikey/me")
 async def key(request: Request) -> Response:
     """Return the identity of the caller's key."""
     who = caller(request)
-    return answer({"id": who.key, "tenant": who.tenant, "role": who.role})
+    return json_response({"id": who.key, "tenant": who.tenant, "role": who.role})
 
 
 @router.delete("/auth/apikey/me")
@@ -79,7 +79,7 @@ def _bounds(day: str) -> tuple[float, float]:
 
 
 def _entry(entry: AuditEntry) -> dict[str, Any]:
-    return {"timestamp": moment(entry.time), "event": entry.event, "event_details": entry.details}
+    return {"timestamp": isoformat(entry.time), "event": entry.event, "event_details": entry.details}
 
 
 def _event(used: Usage, base: str) -> dict[str, Any]:
@@ -87,4 +87,4 @@ def _event(used: Usage, base: str) -> dict[str, Any]:
     info = {"type": used.kind, "token_count": used.tokens}
     if used.kind == "sampling_prefill":
         info["cached"] = False
-    return {"bucket_start": moment(begins), "bucket_end": moment(ends), "base_model": base, "event_info": info}
+    return {"bucket_start": isoformat(begins), "bucket_end": isoformat(ends), "base_model": base, "event_info": info}

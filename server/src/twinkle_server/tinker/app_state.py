@@ -132,7 +132,7 @@ class AppState:
         """
         return await self.samplers.get((who.tenant, sampler), lambda: self.store.samplers.get(who.tenant, sampler))
 
-    def need_links(self) -> Links:
+    def require_links(self) -> Links:
         """Return the creator of signed links.
 
         Raises:

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import NotFound
 from twinkle_server.tinker.app_state import app_state_of, caller
-from twinkle_server.tinker.requests import answer
+from twinkle_server.tinker.requests import json_response
 
 router = APIRouter()
 
@@ -17,7 +17,7 @@ async def get_server_capabilities(request: Request) -> Response:
     model = {"model_name": info.name, "trainable": True, "sampleable": True}
     if info.context:  # known once the engine is ready
         model["max_context_length"] = info.context
-    return answer({"supported_models": [model]})
+    return json_response({"supported_models": [model]})
 
 
 @router.post("/client/config")
@@ -28,7 +28,7 @@ async def client_config(request: Request) -> Response:
     """
     caller(request)
     settings = app_state_of(request).settings
-    return answer(
+    return json_response(
         {
             "proto_compress_fwdbwd": False,
             "fwdbwd_max_chunk_len": min(1024, settings.limits.datums),
@@ -43,7 +43,9 @@ async def client_config(request: Request) -> Response:
 async def client_dynamic_config(request: Request) -> Response:
     """Return the configuration that a client requests every five minutes."""
     caller(request)
-    return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64})
+    return json_response(
+        {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+    )
 
 
 @router.post("/auth/token")
@@ -57,4 +59,4 @@ async def auth_token(request: Request) -> Response:
 async def telemetry(request: Request) -> Response:
     """Accept telemetry and drop it: clients put whole requests into it, including keys."""
     caller(request)
-    return answer({"status": "accepted"})
+    return json_response({"status": "accepted"})

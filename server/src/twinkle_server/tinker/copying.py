@@ -12,10 +12,10 @@ from twinkle_server.errors import BadRequest, NotFound, SequenceConflict, Unproc
 from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tenancy.quotas import check_room
+from twinkle_server.tenancy.quotas import check_quotas
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
 from twinkle_server.tinker.models import check_free
-from twinkle_server.tinker.requests import Body, Id, Number, Text, answer, read, takes
+from twinkle_server.tinker.requests import Body, Id, Number, Text, body_schema, json_response, read
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
@@ -32,7 +32,7 @@ class CopyWeights(Body):
     weights_access_token: Text | None = None
 
 
-@router.post("/copy_weights", openapi_extra=takes(CopyWeights))
+@router.post("/copy_weights", openapi_extra=body_schema(CopyWeights))
 async def copy_weights(request: Request) -> Response:
     """Copy a checkpoint of the caller, or a published one, into a new run of the caller."""
     who, state = caller(request), app_state_of(request)
@@ -52,7 +52,7 @@ async def copy_weights(request: Request) -> Response:
         except (BadRequest, SequenceConflict):  # unless a concurrent retry of this request was faster
             if not await _exists(state, who, source, target, body):
                 raise
-    return answer({"tinker_path": str(target)})
+    return json_response({"tinker_path": str(target)})
 
 
 def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
@@ -89,7 +89,7 @@ async def _copy(
     state: AppState, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
 ) -> None:
     data, folder, begun = state.settings.data, f"checkpoints/{new_id()}", now()
-    await state.store.database.read(lambda connection: check_room(connection, who, "save", begun))
+    await state.store.database.read(lambda connection: check_quotas(connection, who, "save", begun))
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
@@ -115,7 +115,7 @@ async def _copy(
     )
 
     def write(connection: Any) -> None:
-        check_room(connection, who, "save", begun)
+        check_quotas(connection, who, "save", begun)
         if body.session_id is not None and body.model_seq_id is not None:
             check_free(connection, who.tenant, copy.run)
             models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))

@@ -19,8 +19,8 @@ from twinkle_server.operations import Future
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
 from twinkle_server.tinker.app_state import AppState, app_state_of, caller
-from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, answer, present, read, takes
-from twinkle_server.wire.loss_graphs import MOST_BYTES, PREFIX, loss_id, read_graph, read_loss_id
+from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
+from twinkle_server.wire.loss_graphs import MAX_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
@@ -56,7 +56,7 @@ class RetrieveFutures(Body):
     retrieved_request_ids: Annotated[list[Text], Field(default_factory=list, max_length=100_000)]
 
 
-@router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
+@router.post("/retrieve_future", openapi_extra=body_schema(RetrieveFuture))
 async def retrieve_future(request: Request) -> Response:
     """Return the result or the error of an operation, or `try_again` while it is pending."""
     who, state = caller(request), app_state_of(request)
@@ -77,16 +77,16 @@ async def retrieve_future(request: Request) -> Response:
     return Response(future.result, media_type=PROTOBUF)
 
 
-@router.post("/cancel_future", openapi_extra=takes(CancelFuture))
+@router.post("/cancel_future", openapi_extra=body_schema(CancelFuture))
 async def cancel_future(request: Request) -> Response:
     """Cancel an operation."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CancelFuture)
     await state.service.cancel(body.request_id, who.tenant)
-    return answer({})
+    return json_response({})
 
 
-@router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
+@router.post("/retrieve_futures", openapi_extra=body_schema(RetrieveFutures))
 async def retrieve_futures(request: Request) -> Response:
     """Return the requests of a sampling session that finished since the previous response.
 
@@ -97,7 +97,7 @@ async def retrieve_futures(request: Request) -> Response:
     sampler = await state.sampler(who, body.target.sampling_session_id)
     seconds = min(state.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
     requests, cursor = await completions(state, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
-    return answer({"completions": requests, "cursor": cursor})
+    return json_response({"completions": requests, "cursor": cursor})
 
 
 async def _wait(request: Request, state: AppState, request_id: str, tenant: str) -> Future:
@@ -128,11 +128,13 @@ async def _disconnected(request: Request) -> None:
 
 def _try_again(state: AppState, request_id: str, future: Future) -> Response:
     queue_state, reason = state.service.queue_state(future.queue_id)
-    return answer(present(type="try_again", request_id=request_id, queue_state=queue_state, queue_state_reason=reason))
+    return json_response(
+        without_none(type="try_again", request_id=request_id, queue_state=queue_state, queue_state_reason=reason)
+    )
 
 
 def _failed(error: str, category: str) -> Response:
-    return answer({"error": error, "category": category})
+    return json_response({"error": error, "category": category})
 
 
 def _accepts_only_json(request: Request) -> bool:
@@ -202,7 +204,7 @@ def _ended(connection: Connection, sampler: Sampler, clone: int, cursor: int) ->
     return [(row.request, row.status, round(row.finished * 1e6)) for row in connection.execute(query)]
 
 
-MOST_WIRE_BYTES = 16 * MOST_BYTES
+MAX_WIRE_BYTES = 16 * MAX_BYTES
 """Maximum size of a request with a graph, whose JSON form is longer than its id."""
 
 
@@ -223,7 +225,7 @@ class CreateCustomLoss(Body):
     graph: Graph
 
 
-@router.post("/create_custom_loss", openapi_extra=takes(CreateCustomLoss))
+@router.post("/create_custom_loss", openapi_extra=body_schema(CreateCustomLoss))
 async def create_custom_loss(request: Request) -> Response:
     """Check a custom loss, and return its id for later passes; the id is also the id of its resolved future."""
     who, state = caller(request), app_state_of(request)
@@ -234,14 +236,14 @@ async def create_custom_loss(request: Request) -> Response:
             "forward_backward_custom, which computes the loss in the client, or the name of a loss plugin that is "
             "installed on the service"
         )
-    if (size := len(await request.body())) > MOST_WIRE_BYTES:
-        raise BadRequest(f"the body of a custom loss must have at most {MOST_WIRE_BYTES} bytes, got {size}")
+    if (size := len(await request.body())) > MAX_WIRE_BYTES:
+        raise BadRequest(f"the body of a custom loss must have at most {MAX_WIRE_BYTES} bytes, got {size}")
     await state.store.sessions.get(who.tenant, body.session_id)
     try:
         custom_id = loss_id(read_graph(body.inputs, body.graph.nodes))
     except ValueError as error:
         raise BadRequest(f"custom loss {body.name[:80]!r}: {error}") from error
-    return answer({"request_id": custom_id})
+    return json_response({"request_id": custom_id})
 
 
 def custom_loss_answer(request_id: str) -> Response | None:
@@ -252,4 +254,4 @@ def custom_loss_answer(request_id: str) -> Response | None:
         read_loss_id(request_id)
     except ValueError:
         return None
-    return answer({"loss_id": request_id, "type": "create_custom_loss"})
+    return json_response({"loss_id": request_id, "type": "create_custom_loss"})

@@ -21,13 +21,13 @@ from twinkle_server.tinker.requests import (
     Numbered,
     Seed,
     Text,
-    answer,
+    accepted_response,
+    body_schema,
+    json_response,
     owned_model,
-    promise,
     read,
     submit,
     submit_body,
-    takes,
 )
 
 router = APIRouter()
@@ -97,7 +97,7 @@ class UnloadModel(Body):
     model_id: Text
 
 
-@router.post("/create_model", openapi_extra=takes(CreateModel))
+@router.post("/create_model", openapi_extra=body_schema(CreateModel))
 async def create_model(request: Request) -> Response:
     """Create a model with fresh weights, as operation 0 of its queue."""
     who, state = caller(request), app_state_of(request)
@@ -114,10 +114,10 @@ async def create_model(request: Request) -> Response:
         return created[0]
 
     accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
-    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+    return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
-@router.post("/get_info", openapi_extra=takes(GetInfo))
+@router.post("/get_info", openapi_extra=body_schema(GetInfo))
 async def get_info(request: Request) -> Response:
     """Describe a model."""
     who, state = caller(request), app_state_of(request)
@@ -125,7 +125,7 @@ async def get_info(request: Request) -> Response:
     model = await state.store.models.get(who.tenant, body.model_id)
     info = state.service.info
     data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
-    return answer(
+    return json_response(
         {
             "type": "get_info",
             "model_id": model.id,
@@ -138,7 +138,7 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/load_weights", openapi_extra=takes(LoadNew))
+@router.post("/load_weights", openapi_extra=body_schema(LoadNew))
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint into an existing model, or into a new one as its operation 0."""
     who, state = caller(request), app_state_of(request)
@@ -155,10 +155,10 @@ async def load_weights(request: Request) -> Response:
         return created[0]
 
     accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
-    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+    return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
-@router.post("/unload_model", openapi_extra=takes(UnloadModel))
+@router.post("/unload_model", openapi_extra=body_schema(UnloadModel))
 async def unload_model(request: Request) -> Response:
     """Unload a model and zero its weights. Clients before 0.26 send this, without a sequence number."""
     who, state = caller(request), app_state_of(request)
@@ -166,7 +166,7 @@ async def unload_model(request: Request) -> Response:
     model = await owned_model(state, who, body.model_id)
     accepted = await state.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
     state.models.forget()
-    return promise(accepted, model_id=model.id)
+    return accepted_response(accepted, model_id=model.id)
 
 
 def check_free(connection: Any, tenant: str, run: str) -> None:

@@ -69,8 +69,8 @@ async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequenc
     on within the last `Times.kept_record` seconds. Sampled tokens must equal the recorded ones.
     """
     groups = await asyncio.to_thread(_by_request, claims)
-    moment, kept = now(), state.settings.times.kept_record
-    known = await state.store.recorded.use(who.tenant, session, groups, moment - kept, moment)
+    current, kept = now(), state.settings.times.kept_record
+    known = await state.store.recorded.use(who.tenant, session, groups, current - kept, current)
     for request, own in groups.items():
         if request not in known:
             return (

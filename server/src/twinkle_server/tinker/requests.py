@@ -79,7 +79,7 @@ def parse(data: bytes, kind: type[B]) -> B:
         raise Unprocessable(_message(error)) from error
 
 
-def takes(kind: type[Body]) -> dict[str, Any]:
+def body_schema(kind: type[Body]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint's body."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
@@ -103,22 +103,22 @@ def _message(error: ValidationError) -> str:
     return "; ".join(lines)[:2000] + more
 
 
-def answer(body: Any, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
     """Return a JSON response."""
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def promise(accepted: Accepted, **more: Any) -> Response:
+def accepted_response(accepted: Accepted, **more: Any) -> Response:
     """Return the response to an accepted operation: its request id."""
-    return answer({"request_id": accepted.request, **more})
+    return json_response({"request_id": accepted.request, **more})
 
 
-def present(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def moment(seconds: float) -> str:
+def isoformat(seconds: float) -> str:
     """Return a time (UTC seconds) in ISO format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
@@ -190,12 +190,12 @@ async def submit_body(
     body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
     if isinstance(body, _Refused):
         model = await owned_model(state, who, body.head.model_id)
-        asked, number = body.asked, body.head.seq_id
-        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
-        return promise(await state.service.submit(refused), model_id=model.id)
+        original, number = body.original, body.head.seq_id
+        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, original=original)
+        return accepted_response(await state.service.submit(refused), model_id=model.id)
     model = await owned_model(state, who, body.model_id)
     accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
-    return promise(accepted, model_id=model.id)
+    return accepted_response(accepted, model_id=model.id)
 
 
 async def submit(
@@ -226,8 +226,8 @@ async def submit(
         data = (await payload()).dump()
     except PERMANENT as error:
         refusal = error.message
-    asked = body.model_dump_json().encode()
-    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, asked=asked)
+    original = body.model_dump_json().encode()
+    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, original=original)
     return await state.service.submit(submission, also)
 
 
@@ -235,7 +235,7 @@ async def submit(
 class _Refused:
     head: Numbered
     reason: str
-    asked: bytes
+    original: bytes
 
 
 def _read(data: bytes, form: type[N]) -> N | _Refused:

@@ -10,7 +10,18 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.app_state import app_state_of, caller, now
-from twinkle_server.tinker.requests import Body, Limit, Offset, Text, answer, cursor, moment, present, read, takes
+from twinkle_server.tinker.requests import (
+    Body,
+    Limit,
+    Offset,
+    Text,
+    body_schema,
+    cursor,
+    isoformat,
+    json_response,
+    read,
+    without_none,
+)
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
@@ -44,7 +55,7 @@ async def training_runs(
     page = await state.store.models.page(who.tenant, limit, offset, project_id)
     latest = await state.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
     runs = [_run(row, latest) for row in page.rows]
-    return answer({"training_runs": runs, "cursor": cursor(page, limit, offset)})
+    return json_response({"training_runs": runs, "cursor": cursor(page, limit, offset)})
 
 
 @router.get("/training_runs/{run}")
@@ -52,7 +63,7 @@ async def training_run(request: Request, run: str, access_scope: Scope = "owned"
     """Describe a training run."""
     who, state = caller(request), app_state_of(request)
     model = await state.store.models.get(who.tenant, run)
-    return answer(_run(model, await state.store.checkpoints.latest(who.tenant, [run], now())))
+    return json_response(_run(model, await state.store.checkpoints.latest(who.tenant, [run], now())))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -67,7 +78,9 @@ async def checkpoints_of_run(
     page = await state.store.checkpoints.page(who.tenant, now(), limit, offset, run)
     if not page.total:
         await state.store.models.get(who.tenant, run)
-    return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
+    return json_response(
+        {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
+    )
 
 
 @router.get("/checkpoints")
@@ -75,7 +88,9 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
     """List the caller's checkpoints, newest first."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.checkpoints.page(who.tenant, now(), limit, offset)
-    return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
+    return json_response(
+        {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
+    )
 
 
 @router.delete(_CHECKPOINT)
@@ -83,7 +98,7 @@ async def delete_checkpoint(request: Request, run: str, kind: str, name: str) ->
     """Delete a checkpoint; sampling sessions created from it keep working."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
-    return answer({})
+    return json_response({})
 
 
 @router.post(f"{_CHECKPOINT}/publish")
@@ -91,7 +106,7 @@ async def publish(request: Request, run: str, kind: str, name: str) -> Response:
     """Allow all tenants to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
-    return answer({})
+    return json_response({})
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
@@ -99,17 +114,17 @@ async def unpublish(request: Request, run: str, kind: str, name: str) -> Respons
     """Allow only the owner to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
-    return answer({})
+    return json_response({})
 
 
-@router.put(f"{_CHECKPOINT}/ttl", openapi_extra=takes(TtlBody))
+@router.put(f"{_CHECKPOINT}/ttl", openapi_extra=body_schema(TtlBody))
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Set the remaining lifetime of a checkpoint; null is unlimited."""
     who, state = caller(request), app_state_of(request)
     seconds = check_ttl((await read(request, TtlBody)).ttl_seconds)
     expires = None if seconds is None else now() + seconds
     await state.store.checkpoints.set_expiry(who.tenant, _path(run, kind, name), now(), expires)
-    return answer({})
+    return json_response({})
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
@@ -120,8 +135,8 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
     checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
     if kind != "external_weights":
         raise BadRequest(f"{path} is not an external checkpoint; create one with save_weights_external")
-    urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), checkpoint.folder)
-    return answer({"urls": urls, "expires": moment(expires)})
+    urls, expires = await asyncio.to_thread(state.require_links().files, str(request.base_url), checkpoint.folder)
+    return json_response({"urls": urls, "expires": isoformat(expires)})
 
 
 @router.get(f"{_CHECKPOINT}/archive")
@@ -129,20 +144,20 @@ async def archive(request: Request, run: str, kind: str, name: str) -> Response:
     """Redirect to a tar archive of a checkpoint, by a signed link. Clients before 0.36 use this."""
     who, state = caller(request), app_state_of(request)
     checkpoint = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
-    url, expires = state.need_links().archive(str(request.base_url), checkpoint.folder)
+    url, expires = state.require_links().archive(str(request.base_url), checkpoint.folder)
     headers = {"Location": url, "Expires": formatdate(expires, usegmt=True)}
-    body = answer({"url": url, "expires": moment(expires)}, 302)
+    body = json_response({"url": url, "expires": isoformat(expires)}, 302)
     body.headers.update(headers)
     return body
 
 
-@router.post("/weights_info", openapi_extra=takes(WeightsInfo))
+@router.post("/weights_info", openapi_extra=body_schema(WeightsInfo))
 async def weights_info(request: Request) -> Response:
     """Return the properties that a model must have to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, WeightsInfo)
     checkpoint = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
-    return answer(
+    return json_response(
         {
             "base_model": checkpoint.base,
             "optimizer_config": {"type": "adamw"},
@@ -168,28 +183,28 @@ def _path(run: str, kind: str, name: str) -> CheckpointPath:
 
 
 def _checkpoint(row: Checkpoint) -> dict[str, Any]:
-    return present(
+    return without_none(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=_TYPES[row.kind],
-        time=moment(row.created),
+        time=isoformat(row.created),
         tinker_path=str(row.path),
         size_bytes=row.size,
         public=row.public,
         user_metadata=row.metadata,
-        expires_at=None if row.expires is None else moment(row.expires),
+        expires_at=None if row.expires is None else isoformat(row.expires),
     )
 
 
 def _run(row: Model, latest: dict[tuple[str, str], Checkpoint]) -> dict[str, Any]:
     weights, sampler = latest.get((row.id, "weights")), latest.get((row.id, "sampler_weights"))
-    return present(
+    return without_none(
         training_run_id=row.id,
         base_model=row.base,
         model_owner=row.tenant,
         is_lora=True,
         corrupted=row.status == "corrupted",
         lora_rank=row.rank,
-        last_request_time=moment(row.last_request),
+        last_request_time=isoformat(row.last_request),
         last_checkpoint=weights and _checkpoint(weights),
         last_sampler_checkpoint=sampler and _checkpoint(sampler),
         user_metadata=row.metadata,

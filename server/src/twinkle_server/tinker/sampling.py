@@ -16,7 +16,19 @@ from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
 from twinkle_server.tinker.models import check_base
-from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Seed, Text, answer, present, promise, read, takes
+from twinkle_server.tinker.requests import (
+    LARGE,
+    Body,
+    Id,
+    Number,
+    Seed,
+    Text,
+    accepted_response,
+    body_schema,
+    json_response,
+    read,
+    without_none,
+)
 
 _TARGETS = ("data", "shape", "sparse_crow_indices", "sparse_col_indices")
 _MOST_CELLS = 2**24
@@ -165,7 +177,7 @@ class SampleBody(Body):
     record_stability_info: bool | None = None
 
 
-@router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
+@router.post("/create_sampling_session", openapi_extra=body_schema(CreateSamplingSession))
 async def create_sampling_session(request: Request) -> Response:
     """Create a sampling session for the base model or a checkpoint."""
     who, state = caller(request), app_state_of(request)
@@ -184,7 +196,7 @@ async def create_sampling_session(request: Request) -> Response:
         check_base(state, checkpoint.base)
         sampler.path, sampler.folder = str(path), checkpoint.folder
     await state.store.samplers.create(sampler)
-    return answer({"type": "create_sampling_session", "sampling_session_id": name})
+    return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
 @router.get("/samplers/{sampler_id}")
@@ -192,19 +204,19 @@ async def sampler(request: Request, sampler_id: str) -> Response:
     """Describe a sampling session."""
     who, state = caller(request), app_state_of(request)
     record = await state.store.samplers.get(who.tenant, sampler_id)
-    return answer(present(sampler_id=record.id, base_model=record.base, model_path=record.path))
+    return json_response(without_none(sampler_id=record.id, base_model=record.base, model_path=record.path))
 
 
-@router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
+@router.post("/join_sampling_session", openapi_extra=body_schema(JoinSamplingSession))
 async def join_sampling_session(request: Request) -> Response:
     """Return a number for another client of a sampling session, from which its sequence numbers start."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, JoinSamplingSession)
     number = await state.store.samplers.join(who.tenant, body.sampling_session_id)
-    return answer({"type": "join_sampling_session", "client_counter": number})
+    return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
-@router.post("/asample", openapi_extra=takes(SampleBody))
+@router.post("/asample", openapi_extra=body_schema(SampleBody))
 async def asample(request: Request) -> Response:
     """Sample sequences for a prompt."""
     who, state = caller(request), app_state_of(request)
@@ -224,7 +236,7 @@ async def asample(request: Request) -> Response:
         submission = await asyncio.to_thread(_submission, context, who, sampler, body)
     accepted = await state.service.submit(submission, _recording(who, sampler, body))
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
-    return promise(accepted, sample_sequence_ids=sequences)
+    return accepted_response(accepted, sample_sequence_ids=sequences)
 
 
 def _recording(who: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any], None] | None:
@@ -262,5 +274,7 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
         data = sample.dump()
     except (ValueError, BadRequest) as error:
         refusal, data = str(error), Sample([]).dump()
-    asked = body.model_dump_json().encode()
-    return Submission(who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, asked=asked)
+    original = body.model_dump_json().encode()
+    return Submission(
+        who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, original=original
+    )

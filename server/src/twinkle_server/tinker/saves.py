@@ -10,7 +10,7 @@ from twinkle_server.ids import check_name, new_id, sampler_id
 from twinkle_server.operations import Save
 from twinkle_server.store.records import Model
 from twinkle_server.tinker.app_state import AppState, Caller
-from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, submit_body, takes
+from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, body_schema, submit_body
 
 router = APIRouter()
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400
@@ -45,19 +45,19 @@ class SaveExternal(Numbered):
     age_encryption_recipients: list[Text] | None = None
 
 
-@router.post("/save_weights", openapi_extra=takes(SaveWeights))
+@router.post("/save_weights", openapi_extra=body_schema(SaveWeights))
 async def save_weights(request: Request) -> Response:
     """Save weights and optimizer state, to resume training."""
     return await submit_body(request, SaveWeights, "save", _payload)
 
 
-@router.post("/save_weights_for_sampler", openapi_extra=takes(SaveForSampler))
+@router.post("/save_weights_for_sampler", openapi_extra=body_schema(SaveForSampler))
 async def save_weights_for_sampler(request: Request) -> Response:
     """Save weights for sampling, under a name or for a new sampling session."""
     return await submit_body(request, SaveForSampler, "save", _payload)
 
 
-@router.post("/save_weights_external", openapi_extra=takes(SaveExternal))
+@router.post("/save_weights_external", openapi_extra=body_schema(SaveExternal))
 async def save_weights_external(request: Request) -> Response:
     """Save weights as standard PEFT files, for export."""
     return await submit_body(request, SaveExternal, "save", _payload)

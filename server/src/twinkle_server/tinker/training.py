@@ -16,7 +16,15 @@ from twinkle_server.store.records import Model
 from twinkle_server.telemetry.logs import holds_key
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
-from twinkle_server.tinker.requests import Body, Numbered, Text, owned_model, promise, submit_body, takes
+from twinkle_server.tinker.requests import (
+    Body,
+    Numbered,
+    Text,
+    accepted_response,
+    body_schema,
+    owned_model,
+    submit_body,
+)
 
 router = APIRouter()
 _ON_A_THREAD = 96 * 2**10  # bytes; for less, a thread costs more than parsing (4k tokens: 50 µs)
@@ -88,7 +96,7 @@ async def _submit(state: AppState, who: Caller, body: PassBody, model: Model) ->
         tokens=body.tokens,
         refusal=refusal,
     )
-    return promise(await state.service.submit(submission), model_id=model.id)
+    return accepted_response(await state.service.submit(submission), model_id=model.id)
 
 
 def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
@@ -194,7 +202,7 @@ class OptimStepBody(Numbered):
     optimizer_params: _Other | None = None
 
 
-@router.post("/optim_step", openapi_extra=takes(OptimStepBody))
+@router.post("/optim_step", openapi_extra=body_schema(OptimStepBody))
 async def optim_step(request: Request) -> Response:
     """Update a model with its gradients, and clear them."""
     return await submit_body(request, OptimStepBody, "optim_step", _payload)

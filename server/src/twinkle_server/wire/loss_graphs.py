@@ -16,10 +16,10 @@ from typing import Any, Final
 import orjson
 
 PREFIX: Final = "loss."
-MOST_BYTES: Final = 64 * 2**10
-MOST_NODES: Final = 1024
-MOST_INPUTS: Final = 16
-MOST_DEPTH: Final = 8
+MAX_BYTES: Final = 64 * 2**10
+MAX_NODES: Final = 1024
+MAX_INPUTS: Final = 16
+MAX_DEPTH: Final = 8
 """Maximum nesting of lists, tuples and slices in an argument; `torch.fx` needs at most 3."""
 _SLICE = range(1, 4)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -110,8 +110,8 @@ def read_graph(inputs: Any, nodes: Any) -> LossGraph:
         ValueError: it is invalid, or contains an unsupported operation; the message names it.
     """
     ranks = _read_inputs(inputs)
-    if not isinstance(nodes, list) or not 1 <= len(nodes) <= MOST_NODES:
-        raise ValueError(f"the graph must have a list of 1 to {MOST_NODES} nodes")
+    if not isinstance(nodes, list) or not 1 <= len(nodes) <= MAX_NODES:
+        raise ValueError(f"the graph must have a list of 1 to {MAX_NODES} nodes")
     known: set[str] = set()
     steps: list[Node] = []
     for place, fields in enumerate(nodes):
@@ -145,8 +145,8 @@ def loss_id(graph: LossGraph) -> str:
         data = orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # for example an integer beyond 64 bits
         raise ValueError(f"cannot encode the graph as JSON: {error}") from error
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"the graph must have at most {MOST_BYTES} bytes, got {len(data)}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"the graph must have at most {MAX_BYTES} bytes, got {len(data)}")
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode().rstrip("=")
 
 
@@ -158,7 +158,7 @@ def read_loss_id(text: str) -> LossGraph:
     """
     try:
         packed = base64.b64decode(text.removeprefix(PREFIX) + "===", altchars=b"-_")
-        data = zlib.decompressobj().decompress(packed, MOST_BYTES)
+        data = zlib.decompressobj().decompress(packed, MAX_BYTES)
         if not text.startswith(PREFIX):
             raise ValueError(text)
         fields = orjson.loads(data)
@@ -185,8 +185,8 @@ def references(value: Any, depth: int = 0) -> Iterator[str]:
     Raises:
         ValueError: its encoding is unknown, or it is nested too deeply.
     """
-    if depth > MOST_DEPTH:
-        raise ValueError(f"an argument must be nested at most {MOST_DEPTH} levels deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"an argument must be nested at most {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         for item in value:
             yield from references(item, depth + 1)
@@ -213,9 +213,9 @@ def _read_inputs(inputs: Any) -> tuple[tuple[str, int], ...]:
             raise ValueError(f"an input must have a name and a rank of 0, 1 or 2, got {str(item)[:80]}")
         ranks.append((name, int(rank)))
     names = [name for name, _ in ranks]
-    if not ranks or names[0] != "logprobs" or len(set(names)) != len(names) or len(names) > MOST_INPUTS:
+    if not ranks or names[0] != "logprobs" or len(set(names)) != len(names) or len(names) > MAX_INPUTS:
         raise ValueError(
-            f"a loss must have at most {MOST_INPUTS} inputs with unique names, of which 'logprobs' is the first"
+            f"a loss must have at most {MAX_INPUTS} inputs with unique names, of which 'logprobs' is the first"
         )
     return tuple(ranks)
 

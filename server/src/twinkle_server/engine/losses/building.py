@@ -27,9 +27,9 @@ SEQUENCES: Final = "sampled_sequence"
 """Input of a loss that is derived from the provenance spans of a datum, not from a `loss_fn_input`."""
 NAMES: Final[Mapping[str, str]] = {"logprobs": "old_logps"}
 """Names of inputs in losses, by their names in requests, where they differ."""
-MOST_TARGETS: Final = 1024
+MAX_TARGETS: Final = 1024
 """Maximum number of targets per position."""
-MOST_CELLS: Final = 2**24
+MAX_CELLS: Final = 2**24
 """Maximum number of values of all inputs of a request, sparse arrays counted as dense."""
 WIRE_NAMES: Final[Mapping[str, str]] = {own: wire for wire, own in NAMES.items()}
 
@@ -65,8 +65,8 @@ def read_rows(
     request: pb.ForwardBackwardRequest,
     context: int,
     vocabulary: int,
-    takes: Sequence[str],
-    ignores: Collection[str] = (),
+    accepted: Sequence[str],
+    ignored: Collection[str] = (),
     spans: bool = False,
 ) -> Rows:
     """Read and check the rows of a request. Rows without `weights` among rows with them get weights of 1.
@@ -75,8 +75,8 @@ def read_rows(
         request: the request.
         context: maximum number of tokens of a row.
         vocabulary: number of token ids.
-        takes: names of the inputs that the loss takes, for errors.
-        ignores: names of inputs that are dropped.
+        accepted: names of the inputs that the loss takes, for errors.
+        ignored: names of inputs that are dropped.
         spans: whether the loss takes the input `SEQUENCES`, derived from the provenance spans of each datum.
 
     Raises:
@@ -86,21 +86,21 @@ def read_rows(
         raise UserError("data must contain at least one datum")
     rows = Rows()
     keys: set[str] | None = None
-    remaining = MOST_CELLS
+    remaining = MAX_CELLS
     for number, datum in enumerate(request.data):
         where = f"datum {number}"
         try:
             tokens = codec.datum_tokens(datum)
-            inputs = codec.datum_inputs(datum, min(remaining, MOST_TARGETS * len(tokens)))
+            inputs = codec.datum_inputs(datum, min(remaining, MAX_TARGETS * len(tokens)))
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         remaining -= sum(array.size for array in inputs.values())
         if remaining < 0:
             raise UserError(
-                f"{where}: the loss_fn_inputs of a request must have at most {MOST_CELLS} numbers; send fewer datums"
+                f"{where}: the loss_fn_inputs of a request must have at most {MAX_CELLS} numbers; send fewer datums"
             )
         _check_tokens(where, tokens, context, vocabulary)
-        inputs = {name: array for name, array in inputs.items() if name not in ignores}
+        inputs = {name: array for name, array in inputs.items() if name not in ignored}
         if spans and SEQUENCES in inputs:
             raise UserError(
                 f"{where}: cannot use the loss_fn_input {SEQUENCES!r}: it is derived from the provenance spans of the "
@@ -111,7 +111,7 @@ def read_rows(
             differing = sorted(named ^ keys)[0]
             raise UserError(
                 f"{where}: some datums have the loss_fn_input {differing!r} and others do not; all must have the same "
-                f"(loss_fn {request.loss_fn!r} takes {', '.join(takes)})"
+                f"(loss_fn {request.loss_fn!r} takes {', '.join(accepted)})"
             )
         keys = set(named)
         _add(rows, where, tokens, inputs, vocabulary)
@@ -146,9 +146,9 @@ def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...
 def _check_padded_size(rows: Rows) -> None:
     """Refuse rows that become too large when padded to the width of the widest."""
     width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
-    if width * sum(shape[0] for shape in rows.shapes) > MOST_CELLS:
+    if width * sum(shape[0] for shape in rows.shapes) > MAX_CELLS:
         raise UserError(
-            f"some datums have {width} targets per position; padded to this width, the request exceeds {MOST_CELLS} "
+            f"some datums have {width} targets per position; padded to this width, the request exceeds {MAX_CELLS} "
             "numbers; send datums with fewer targets in a separate request"
         )
 
@@ -180,9 +180,9 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
             f"{where}: {TARGETS} must have one target (or K targets) for each of the {len(tokens)} tokens of "
             f"model_input, got the shape {list(targets.shape)}"
         )
-    if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS:
+    if targets.ndim == 2 and targets.shape[1] > MAX_TARGETS:
         raise UserError(
-            f"{where}: {TARGETS} must have at most {MOST_TARGETS} targets per position, got {targets.shape[1]}"
+            f"{where}: {TARGETS} must have at most {MAX_TARGETS} targets per position, got {targets.shape[1]}"
         )
     _check_ids(f"{where}: {TARGETS}", targets, vocabulary)
     feature: dict[str, Any] = {"input_ids": tokens.astype(np.int64), "labels": targets.astype(np.int64)}
@@ -261,7 +261,7 @@ _SCALE, _LABELS, _NO_TARGET = "loss_scale", "labels", -100
 
 
 def enforce_weights(loss: Any, name: str, rows: Rows) -> Any:
-    """Remove targets of weight 0 from the rows, and return a loss that fails if it ignores other weights.
+    """Remove targets of weight 0 from the rows, and return a loss that fails if it ignored other weights.
 
     Args:
         loss: an object or function used only for this operation.

@@ -167,19 +167,20 @@ def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
         wire = WIRE_NAMES.get(name, name)
         if name not in spec.inputs:
             raise UserError(
-                f"loss_fn {spec.name!r} does not take the loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}"
+                f"loss_fn {spec.name!r} does not take the loss_fn_input {wire!r}; it takes "
+                f"{', '.join(accepted_inputs(spec))}"
             )
         for number, array in enumerate(arrays):
             _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
 
 
-def takes(spec: ComponentSpec) -> tuple[str, ...]:
+def accepted_inputs(spec: ComponentSpec) -> tuple[str, ...]:
     """Return the inputs of a loss by their names in requests."""
     return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs if name != SEQUENCES))
 
 
-def ignores(spec: ComponentSpec) -> tuple[str, ...]:
-    """Return the inputs that a loss ignores, by their names in requests."""
+def ignored_inputs(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs that a loss ignored_inputs, by their names in requests."""
     return _IGNORED if spec.name == _CROSS_ENTROPY else ()
 
 

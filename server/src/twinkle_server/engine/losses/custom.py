@@ -22,11 +22,11 @@ from twinkle_server.engine.losses.catalog import CUSTOM
 from twinkle_server.settings import Limits
 from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, read_loss_id
 
-MOST_CELLS: Final = 2**25
+MAX_CELLS: Final = 2**25
 """Maximum number of values that all nodes may create for a row."""
-MOST_STEPS: Final = 2**19
+MAX_STEPS: Final = 2**19
 """Maximum number of nodes times rows of one operation."""
-MOST_PARTS: Final = 64
+MAX_PARTS: Final = 64
 """Maximum length of a tuple or list that a node may return; a shape, or the result of `max`, is short."""
 _NUMBERS: Final[Mapping[str, Callable[..., Any]]] = {
     "add": lambda a, b: a + b,
@@ -115,9 +115,9 @@ class Budget:
         Raises:
             UserError: there are too many.
         """
-        if self.nodes * self.rows > MOST_STEPS:
+        if self.nodes * self.rows > MAX_STEPS:
             raise UserError(
-                f"custom loss: a request must have at most {MOST_STEPS} steps, got {self.nodes * self.rows} "
+                f"custom loss: a request must have at most {MAX_STEPS} steps, got {self.nodes * self.rows} "
                 f"({self.nodes} nodes for {self.rows} rows); send fewer rows, or make the graph smaller"
             )
 
@@ -134,7 +134,7 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
         UserError: a node fails, the nodes create too many values, or the time limit is exceeded.
     """
     known: dict[str, Any] = dict(given)
-    left = MOST_CELLS
+    left = MAX_CELLS
     for node in graph.nodes:
         if budget is not None:
             budget.check()
@@ -144,8 +144,8 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
             cells = _cells(node, [*args, *kwargs.values()])
             if cells > left:
                 raise UserError(
-                    f"custom loss: node {node.name!r} exceeds the limit of {MOST_CELLS} numbers per row: it creates "
-                    f"{cells}, after {MOST_CELLS - left} of the nodes before it"
+                    f"custom loss: node {node.name!r} exceeds the limit of {MAX_CELLS} numbers per row: it creates "
+                    f"{cells}, after {MAX_CELLS - left} of the nodes before it"
                 )
             left -= cells
             known[node.name] = result = _plain(_call(node.operation, args, kwargs))
@@ -207,8 +207,8 @@ def _plain(value: Any) -> Any:
     """
     if not isinstance(value, list | tuple):
         return value
-    if len(value) > MOST_PARTS or any(isinstance(part, list | tuple) for part in value):
-        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MOST_PARTS} of them")
+    if len(value) > MAX_PARTS or any(isinstance(part, list | tuple) for part in value):
+        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MAX_PARTS} of them")
     return tuple(value)
 
 
