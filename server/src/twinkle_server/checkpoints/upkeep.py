@@ -71,7 +71,7 @@ class Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class Upkept:
+class UpkeepReport:
     """The result of a round of upkeep.
 
     Attributes:
@@ -130,9 +130,9 @@ class Upkeep:
         self._kept = kept
         self._trash = Trash(data)
         self.held: Callable[[], Collection[str]] = frozenset
-        self.last: Upkept | None = None
+        self.last: UpkeepReport | None = None
 
-    async def run(self, now: float | None = None, age: float = AGE) -> Upkept:
+    async def run(self, now: float | None = None, age: float = AGE) -> UpkeepReport:
         """Run one round.
 
         Args:
@@ -162,7 +162,7 @@ class Upkeep:
         if not full:
             await folders.forget(self._database, await asyncio.to_thread(self._absent, named - referenced))
         orphaned = Swept(len(remaining), sum(orphan.size for orphan in remaining))
-        self.last = Upkept(expired, surplus, swept, emptied, orphaned)
+        self.last = UpkeepReport(expired, surplus, swept, emptied, orphaned)
         if expired or surplus or swept.entries or emptied.entries:
             _log.info(
                 "upkeep",
