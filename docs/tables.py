@@ -351,7 +351,7 @@ LIMITS = {
 
 def limits() -> str:
     """Every limit of the service, with its default."""
-    from twinkle_server.engine.encryption import MOST_RECIPIENTS
+    from twinkle_server.engine.encryption import MAX_RECIPIENTS
     from twinkle_server.runtime.queues import MAX_GAP
     from twinkle_server.settings import Limits, Settings, Times
     from twinkle_server.tenancy import quotas
@@ -361,7 +361,7 @@ def limits() -> str:
     }
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
     values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
-    values |= {"recipients": str(MOST_RECIPIENTS)}
+    values |= {"recipients": str(MAX_RECIPIENTS)}
     values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
     return _table(("what", "limit"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
 

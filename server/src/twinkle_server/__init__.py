@@ -1,1 +1,1 @@
-"""The training service: a durable log of operations for each model, an engine in a child process, and its faces."""
+"""The training service: a durable log of operations per model, an engine in a child process, and HTTP endpoints."""

@@ -1,4 +1,4 @@
-"""The application of a service: endpoints, how errors are told, and the middleware around them."""
+"""The ASGI application of a service: endpoints, error responses, and middleware."""
 
 import logging
 from typing import Any
@@ -34,7 +34,7 @@ from twinkle_server.tinker import (
     training,
 )
 from twinkle_server.tinker.app_state import AppState, Records
-from twinkle_server.tinker.requests import add_routes, answer
+from twinkle_server.tinker.requests import add_routes, json_response
 
 _log = logging.getLogger(__name__)
 
@@ -44,22 +44,22 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
 
     Args:
         settings: of the service.
-        store: open.
+        store: an open store.
         service: the runtime.
-        metrics: that the service counts into.
+        metrics: of the service.
     """
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
-    faces = create_application(Limited(service, meter), store, settings, links)
-    add_routes(faces.router, download_routes(links))
+    application = create_application(Limited(service, meter), store, settings, links)
+    add_routes(application.router, download_routes(links))
 
     async def status() -> dict[str, Any]:
         return await service.status()
 
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
-    add_routes(faces.router, health_routes(service.ready, status, metrics, access))
-    bodies = BodyLimitMiddleware(AuditMiddleware(faces, store.audit), settings.limits)
+    add_routes(application.router, health_routes(service.ready, status, metrics, access))
+    bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
     guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
     return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
@@ -72,14 +72,14 @@ def create_application(
     links: Links | None = None,
     router: APIRouter | None = None,
 ) -> FastAPI:
-    """Return the application, without the middleware that knows keys and bounds bodies.
+    """Return the application without authentication and body limits.
 
     Args:
         service: runs operations.
-        store: the records.
+        store: the tables.
         settings: of the service.
-        links: makes signed links to files; without it the service hands out none.
-        router: with the endpoints of the face; None makes one.
+        links: creates signed links to files; None disables downloads.
+        router: with the endpoints; None creates it.
     """
     application = FastAPI(
         title="Twinkle",
@@ -101,7 +101,7 @@ def create_application(
 
 
 PREFIX = "/api/v1"
-# Routes are tried one after another: what is asked for all the time comes first.
+# Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
 
 
@@ -114,7 +114,7 @@ def tinker_routes() -> APIRouter:
 
 
 def _service_error(_request: Request, error: Any) -> Response:
-    response = answer({"detail": error.message}, error.status)
+    response = json_response({"detail": error.message}, error.status)
     if isinstance(error, Busy):
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, SequenceConflict):
@@ -123,21 +123,21 @@ def _service_error(_request: Request, error: Any) -> Response:
 
 
 def _invalid(_request: Request, error: Any) -> Response:
-    places = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:8]]
-    return answer({"detail": "; ".join(places)[:2000]}, 422)
+    errors = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:8]]
+    return json_response({"detail": "; ".join(errors)[:2000]}, 422)
 
 
 def _http_error(request: Request, error: Any) -> Response:
     detail = str(error.detail)
     if error.status_code == 404:
-        detail = f"there is no {request.url.path[:300]!r} here"
+        detail = f"{request.url.path[:300]!r} does not exist on this service"
     if error.status_code == 405:
-        detail = f"{request.url.path[:300]!r} does not take {request.method}"
-    response = answer({"detail": detail}, error.status_code)
+        detail = f"{request.url.path[:300]!r} does not support {request.method}"
+    response = json_response({"detail": detail}, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
 def _failure(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.scope.get("path", "")[:300], exc_info=error)
-    return answer({"detail": "internal server error; see the log of the service"}, 500)
+    return json_response({"detail": "internal server error; see the log of the service"}, 500)

@@ -1,4 +1,4 @@
-"""Which environment variables the processes of the service pass on to those that they start: nothing secret."""
+"""Selection of the environment variables that child processes inherit, without secrets."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|_AUTH")
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment an engine needs: known names only, and none that sounds like a secret."""
+    """Return the variables that an engine needs: known names, except those that sound like secrets."""
     return {
         name: value
         for name, value in environment.items()

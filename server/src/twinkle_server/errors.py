@@ -1,6 +1,6 @@
-"""What the service answers when it does not do what was asked; each knows its HTTP status.
+"""Errors of requests, each with its HTTP status.
 
-A fault that an operation meets after it was accepted is a `Failure`, which its future carries, and not one of these.
+An operation that fails after it was accepted has an `Outcome` with an error instead.
 """
 
 import math
@@ -13,8 +13,8 @@ class ServiceError(Exception):
     """A request that is answered with an error.
 
     Attributes:
-        status: of the HTTP answer.
-        message: for the client; no secret, no path, no traceback.
+        status: HTTP status of the response.
+        message: for the client, without secrets, paths and tracebacks.
     """
 
     status = 500
@@ -25,58 +25,58 @@ class ServiceError(Exception):
 
 
 class BadRequest(ServiceError):
-    """The request makes no sense; sending it again will not help."""
+    """The request is invalid; a retry does not help."""
 
     status = 400
 
 
 class Unauthorized(ServiceError):
-    """No key, or none that is known."""
+    """The key is missing, unknown or revoked."""
 
     status = 401
 
 
 class Forbidden(ServiceError):
-    """The key is known and may not do this."""
+    """The key does not permit this request."""
 
     status = 403
 
 
 class NotFound(ServiceError):
-    """There is none of that name, or it belongs to somebody else: nobody can tell which."""
+    """It does not exist, or belongs to another tenant; the response is the same."""
 
     status = 404
 
 
 class Gone(ServiceError):
-    """There was one, and it is over."""
+    """It existed, but no longer does."""
 
     status = 410
 
 
 class TooLarge(ServiceError):
-    """The body is larger than the service takes."""
+    """The body exceeds a limit."""
 
     status = 413
 
 
 class Unprocessable(ServiceError):
-    """The body can be read, and a value in it cannot be used."""
+    """The body can be parsed, but contains an invalid value."""
 
     status = 422
 
 
 class SequenceConflict(ServiceError):
-    """Another body came earlier under the same sequence number."""
+    """The sequence number was used with another body."""
 
     status = 409
 
 
 class Busy(ServiceError):
-    """Too much at the moment; the same request may come again.
+    """A limit is exceeded temporarily; the same request may be repeated.
 
     Attributes:
-        retry_after: seconds after which it has a chance.
+        retry_after: seconds after which to retry.
     """
 
     status = 429
@@ -87,13 +87,13 @@ class Busy(ServiceError):
 
 
 class Unavailable(Busy):
-    """The service is draining, or its engine is starting."""
+    """The service cannot handle the request at the moment, for example while it starts or shuts down."""
 
     status = 503
 
 
 async def refuse(send: Any, error: ServiceError) -> None:
-    """Answer a request with an error, as `{"detail": ...}`; what is left of its body is dropped as it comes."""
+    """Respond with an error as `{"detail": ...}`; the rest of the request's body is dropped."""
     body = orjson.dumps({"detail": error.message})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, Busy):
@@ -107,4 +107,4 @@ class StoreError(RuntimeError):
 
 
 class LeaseLost(Unavailable):
-    """Another process has taken over the data directory: this one must not write, and has to end."""
+    """Another process has taken over the data directory; this process must not write, and must exit."""

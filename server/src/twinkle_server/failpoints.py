@@ -1,6 +1,6 @@
-"""Places where a test makes the process die, or a disk fail: `FAILPOINT=name[:visit[:action]]` in its environment.
+"""Failpoints for tests: `FAILPOINT=name[:visit[:action]]` in the environment kills the process or fails a disk access.
 
-`action` is "kill" (the default), "enospc" or "eio"; `visit` counts from 1. A kill is SIGKILL: nothing is cleaned up.
+`action` is "kill" (the default), "enospc" or "eio"; `visit` counts from 1. A kill is SIGKILL, without any cleanup.
 """
 
 import errno
@@ -41,13 +41,13 @@ _watcher: Watcher | None = _Failpoint(os.environ["FAILPOINT"]).reach if os.envir
 
 
 def watch(watcher: Watcher | None) -> Watcher | None:
-    """Call a function at every failpoint of this process, with its name; it may raise.
+    """Set a function that is called with the name of every failpoint of this process; it may raise.
 
     Args:
-        watcher: the function; None watches nothing.
+        watcher: the function, or None.
 
     Returns:
-        The function that was called before.
+        The previous function.
     """
     global _watcher
     before, _watcher = _watcher, watcher
@@ -55,13 +55,13 @@ def watch(watcher: Watcher | None) -> Watcher | None:
 
 
 def reach(name: str) -> None:
-    """Say that a place has come where a crash must do no harm.
+    """Mark a place where a crash must do no harm.
 
     Args:
-        name: `area.when`, unique in the source; a literal, for a test lists them by reading it.
+        name: `area.when`, unique in the source; a literal, because a test lists them from the source.
 
     Raises:
-        OSError: the environment asks for it, in this place, at this visit.
+        OSError: the environment requests it at this visit.
     """
     if _watcher is not None:
         _watcher(name)

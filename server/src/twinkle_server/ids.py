@@ -1,4 +1,4 @@
-"""Names that the service gives: 128 random bits each, so that nobody can guess another's."""
+"""Ids and checkpoint paths; random ids have 128 bits and cannot be guessed."""
 
 import re
 import secrets
@@ -8,7 +8,7 @@ from twinkle_server.errors import BadRequest
 from twinkle_server.telemetry.logs import holds_key
 
 KINDS = ("weights", "sampler_weights", "external_weights")
-"""Kinds of checkpoints, as they stand in a `tinker://` path."""
+"""Kinds of checkpoints in a `tinker://` path."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -18,7 +18,7 @@ def new_id() -> str:
 
 
 def model_id(session: str, number: int) -> str:
-    """Return the id of a session's model; the SDK makes the same by itself."""
+    """Return the id of a session's model; the SDK computes the same id."""
     return f"{session}:train:{number}"
 
 
@@ -28,10 +28,10 @@ def sampler_id(session: str, number: int) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint.
+    """Validate the name of a checkpoint.
 
     Raises:
-        BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, is only dots, or holds a key.
+        BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, has only dots, or contains a key.
     """
     if holds_key(name):
         raise BadRequest(f"the name must not contain an API key, got {name[:140]!r}; choose another name")
@@ -61,10 +61,10 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> "CheckpointPath":
-        """Read a path.
+        """Parse a path.
 
         Raises:
-            BadRequest: it has another form.
+            BadRequest: it is invalid.
         """
         run, kind, name, *rest = [*text.removeprefix("tinker://").split("/"), "", "", ""]
         if not text.startswith("tinker://") or any(rest) or not run or kind not in KINDS:

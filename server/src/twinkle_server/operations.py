@@ -1,12 +1,12 @@
-"""What the whole service speaks of: operations of queues, in order, each with one outcome.
+"""The data model of the service: operations in queues, each with one outcome.
 
-A **queue** is what has an order: a model (its id), or a sampling session. In a model's queue operations run in the
-order of their numbers, without gaps, whatever the order of arrival; creation is number 0. In a sampling session's
-queue numbers only tell a repeated request from a new one.
+A **queue** belongs to a model or to a sampling session. Operations of a model run in the order of their sequence
+numbers, without gaps, whatever the order of arrival; creation is number 0. In the queue of a sampling session, numbers
+only identify retries.
 
-Payloads of the operations that are not passes (`Create`, `Load`, `Save`, ...) are written once, into the log, and
-replayed as they are. Everything that must not differ when an operation is done again is decided before it is written:
-the seed, the folder, the checkpoint that a name stands for.
+Payloads of operations other than passes (`Create`, `Load`, `Save`, ...) are written to the log once and replayed
+unchanged. Everything that must be the same in a replay is decided before: the seed, the folder, the checkpoint that a
+name refers to.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,38 +18,38 @@ import orjson
 from twinkle_server.errors import BadRequest
 
 Kind = Literal[
-    "create",  # a new adapter, or one from a checkpoint ("source" in its payload)
+    "create",  # a new adapter, optionally from a checkpoint ("source" in its payload)
     "forward",
     "forward_backward",
     "optim_step",
     "save",  # a checkpoint of any kind: "kind" in its payload
-    "load",  # a checkpoint into a model that exists
+    "load",  # a checkpoint into an existing model
     "unload",
     "sample",
 ]
 PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward"})
-"""Kinds that go through the model together; every other kind is a barrier of its queue."""
+"""Kinds that share passes through the model; every other kind is a barrier of its queue."""
 Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 LOST = b"lost"
-"""`Submission.asked` of a number that never came: a request that comes later gets the future of that failure."""
+"""`Submission.original` of a number that was given up: a later request with this number gets that failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """An operation that somebody asks for.
+    """An operation to be submitted.
 
     Attributes:
-        tenant: whose it is.
-        queue_id: see above.
-        kind: what is to be done.
-        payload: how, as bytes that never change: a `wire` `ForwardBackwardRequest` for passes, JSON for the others (see
-            `payloads`). Its hash tells a repeated request from another one under the same number.
-        number: its place in the queue; None takes the next one (legacy unload only).
-        tokens: what it costs, in tokens of the model.
-        refusal: why it fails without being tried; its number is used up all the same.
-        asked: what was asked for as it came, where `payload` holds what is chosen anew each time (a folder, a seed);
-            then its hash, and not that of `payload`, tells a repeated request from another one.
+        tenant: its owner.
+        queue_id: the model or sampling session.
+        kind: of the operation.
+        payload: parameters as bytes that never change: a `ForwardBackwardRequest` of `wire` for passes, JSON for other
+            kinds (see below). Its hash distinguishes a retry from another request with the same number.
+        number: sequence number in the queue; None takes the next one (legacy unload only).
+        tokens: cost in tokens of the model.
+        refusal: why it fails without running; its number is used up.
+        original: the original request if `payload` contains values that differ between retries (a folder, a seed); its
+            hash is then used instead of that of `payload`.
     """
 
     tenant: str
@@ -59,21 +59,21 @@ class Submission:
     number: int | None
     tokens: int = 0
     refusal: str | None = None
-    asked: bytes | None = None
+    original: bytes | None = None
 
     @property
     def ordered(self) -> bool:
-        """Whether it waits for the numbers before its own."""
+        """Whether it waits for earlier numbers."""
         return self.kind != "sample"
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The answer to a submission, after it is durable.
+    """The result of a submission, which is durable.
 
     Attributes:
         request: id of its future.
-        fresh: False when the same had come before.
+        fresh: False for a retry.
     """
 
     request: str
@@ -85,17 +85,17 @@ class Operation:
     """An operation of the log.
 
     Attributes:
-        id: number of its row; grows with time.
+        id: row id, which increases with time.
         request: id of its future.
-        tenant: whose it is.
-        queue_id: see `Submission`.
-        number: its place there.
-        kind: what is to be done.
-        tokens: what it costs.
-        status: whether it is over.
-        attempts: times that the engine died while it was under way.
-        payload: None when it is not in memory (`Journal.payload` reads it).
-        asked_by: id of the HTTP request that brought it, for the log; None after a restart.
+        tenant: its owner.
+        queue_id: the model or sampling session.
+        number: sequence number in the queue.
+        kind: of the operation.
+        tokens: cost in tokens of the model.
+        status: pending, or how it ended.
+        attempts: number of deaths of the engine while it ran.
+        payload: None if it is not in memory (see `Journal.payload`).
+        http_request: id of its HTTP request, for the log; None after a restart.
     """
 
     id: int
@@ -108,11 +108,11 @@ class Operation:
     status: Status = "pending"
     attempts: int = 0
     payload: bytes | None = None
-    asked_by: str | None = None
+    http_request: str | None = None
 
     @property
     def ordered(self) -> bool:
-        """Whether it waits for the numbers before its own."""
+        """Whether it waits for earlier numbers."""
         return self.kind != "sample"
 
 
@@ -121,14 +121,14 @@ class Outcome:
     """How an operation ended.
 
     Attributes:
-        operation: id of its row.
-        result: what its future gives: a `wire` message for passes and samples, JSON for the others; None if it failed.
-        error: why it failed, in words for the client.
-        category: whose fault that was.
-        cancelled: nobody wanted it any more.
-        composition: how its passes were composed, for a replay of them; None where that does not matter.
-        also: what is written in the same transaction when it is done (the row of a checkpoint, say); it may raise
-            `ServiceError`, and then the operation has failed with that message as the user's fault.
+        operation: row id of the operation.
+        result: of its future: a message of `wire` for passes and samples, JSON for other kinds; None after a failure.
+        error: why it failed, for the client.
+        category: who caused the failure.
+        cancelled: whether it was cancelled.
+        composition: composition of its passes, for a replay; None if a replay does not need it.
+        also: written in the same transaction if the operation is done (for example the row of a checkpoint). If it
+            raises `ServiceError`, the operation fails with its message and the category "user".
     """
 
     operation: int
@@ -142,11 +142,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """What is known of a future.
+    """The state of a future.
 
     Attributes:
-        kind: of its operation, which says what `result` is.
-        status: "pending" while it runs.
+        kind: of its operation, which determines the format of `result`.
+        status: of its operation.
         result: see `Outcome`.
         error: see `Outcome`.
         category: see `Outcome`.
@@ -163,14 +163,14 @@ class Future:
 
 @dataclass(slots=True)
 class Snapshot:
-    """All of a model's state after an operation, in a folder.
+    """The complete state of a model after an operation, in a folder.
 
     Attributes:
         queue_id: the model.
-        number: of the last operation that it contains, failed ones counted.
-        folder: below the data directory, relative.
+        number: of the last operation that it contains, including failed ones.
+        folder: relative to the data directory.
         digest: SHA-256 of its manifest.
-        size: bytes.
+        size: in bytes.
     """
 
     queue_id: str
@@ -182,17 +182,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The base model, as the engine found it.
+    """The base model, as reported by the engine.
 
     Attributes:
-        name: what clients call it.
-        context: tokens that a row may have.
+        name: its name for clients.
+        context: maximum number of tokens of a row.
         vocabulary: number of token ids.
         architecture: of the model class.
-        tokenizer: where clients find its tokenizer; "" if it has none.
-        losses: names that a request may use.
-        paths: for each fast path of training and sampling what was measured: `path`, `exact`, `reason`, `summary`, and
-            the numbers behind them.
+        tokenizer: where clients find its tokenizer; "" if there is none.
+        losses: names of losses that requests may use.
+        paths: results of the check of each fast path of training and sampling: `path`, `exact`, `reason`, `summary`,
+            and the measured numbers.
     """
 
     name: str
@@ -206,10 +206,10 @@ class ModelInfo:
 
 class _Payload:
     def dump(self) -> bytes:
-        """Return the bytes for the log.
+        """Serialize the payload for the log.
 
         Raises:
-            BadRequest: a value cannot be written as JSON: an integer beyond 64 bits, say.
+            BadRequest: JSON cannot represent a value, for example an integer beyond 64 bits.
         """
         try:
             return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)  # type: ignore[call-overload]
@@ -218,7 +218,7 @@ class _Payload:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Read bytes of the log."""
+        """Parse bytes of the log."""
         return cls(**orjson.loads(data))
 
 
@@ -228,12 +228,12 @@ class Create(_Payload):
 
     Attributes:
         rank: of all its matrices.
-        seed: of its first weights.
-        train_attn: adapt attention.
-        train_mlp: adapt the MLPs.
-        train_unembed: adapt the head.
-        source: folder of the checkpoint that it starts from, relative to the data directory; None is fresh weights.
-        optimizer: take the optimizer's state from there too.
+        seed: of the initial weights.
+        train_attn: whether to adapt attention layers.
+        train_mlp: whether to adapt MLP layers.
+        train_unembed: whether to adapt the output head.
+        source: folder of the initial checkpoint, relative to the data directory; None for fresh weights.
+        optimizer: whether to load the optimizer state, too.
         path: `tinker://` path of that checkpoint.
     """
 
@@ -249,7 +249,7 @@ class Create(_Payload):
 
 @dataclass(slots=True)
 class OptimStep(_Payload):
-    """An update; see `tinker.AdamParams` for the defaults."""
+    """An optimizer step; see `tinker.AdamParams` for the defaults."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -261,18 +261,18 @@ class OptimStep(_Payload):
 
 @dataclass(slots=True)
 class Save(_Payload):
-    """A checkpoint.
+    """A checkpoint to be saved.
 
     Attributes:
-        folder: where it goes, relative to the data directory; new for every request.
+        folder: relative to the data directory; new for every request.
         kind: "weights" (with optimizer), "sampler_weights" or "external_weights".
-        name: in its path; None for one that only a sampling session uses.
-        overwrite: replace one of the same name.
-        ttl: seconds that it lives; None is for ever.
+        name: last part of its path; None if only a sampling session uses it.
+        overwrite: whether to replace a checkpoint of the same name.
+        ttl: lifetime in seconds; None is unlimited.
         metadata: of the user.
-        sampler: id of the sampling session that this makes.
-        inflight: that session, and those like it of the model, move to every later one.
-        recipients: of age, to whom every file is encrypted; None is not encrypted.
+        sampler: id of the sampling session to create.
+        inflight: whether this session follows all later inflight saves of the model.
+        recipients: age recipients for whom every file is encrypted; None disables encryption.
     """
 
     folder: str
@@ -288,12 +288,12 @@ class Save(_Payload):
 
 @dataclass(slots=True)
 class Load(_Payload):
-    """A checkpoint into a model.
+    """A checkpoint to be loaded into a model.
 
     Attributes:
         source: its folder, relative to the data directory.
         path: its `tinker://` path.
-        optimizer: take the optimizer's state too; otherwise it begins anew.
+        optimizer: whether to load the optimizer state; otherwise it is reset.
     """
 
     source: str
@@ -303,25 +303,25 @@ class Load(_Payload):
 
 @dataclass(slots=True)
 class Sample(_Payload):
-    """Sequences for one prompt.
+    """A sampling request for one prompt.
 
     Attributes:
         tokens: of the prompt.
-        count: sequences.
-        source: folder of the adapter's checkpoint, relative to the data directory; None is the base model.
-        inflight: id of the model whose newest inflight weights are used instead; `source` is set when it is dispatched.
-        max_tokens: None is up to the context.
-        seed: of the draw; sequence i draws from seed + i.
-        stop: strings or token ids; None stops at the end-of-sequence token only, [] never stops.
+        count: number of sequences.
+        source: folder of the adapter's checkpoint, relative to the data directory; None for the base model.
+        inflight: id of the model whose newest inflight weights are used; `source` is then set when it is sent.
+        max_tokens: None is limited only by the context.
+        seed: sequence i uses seed + i.
+        stop: strings or token ids; None stops only at the end-of-sequence token, [] never stops.
         temperature: 0 is greedy.
-        top_k: -1 is all.
-        top_p: 1 is all.
-        prompt_logprobs: score the prompt.
-        prompt_logprobs_last_n: only its last n tokens; None is all.
-        topk_prompt_logprobs: alternatives for each prompt token.
-        topk_sample_logprobs: alternatives for each sampled token.
+        top_k: -1 disables it.
+        top_p: 1 disables it.
+        prompt_logprobs: whether to score the prompt.
+        prompt_logprobs_last_n: number of last prompt tokens to score; None scores all.
+        topk_prompt_logprobs: number of alternatives per prompt token.
+        topk_sample_logprobs: number of alternatives per sampled token.
         targets: `{"data", "shape", "sparse_crow_indices"?, "sparse_col_indices"?}` of `target_prompt_logprobs`.
-        alternatives: draws for each prompt position (`prompt_alt_tokens_k`).
+        alternatives: number of draws per prompt position (`prompt_alt_tokens_k`).
     """
 
     tokens: list[int]
@@ -344,4 +344,4 @@ class Sample(_Payload):
 
 @dataclass(slots=True)
 class Unload(_Payload):
-    """The end of a model: its weights, gradients and moments are zeroed and gone."""
+    """The unload of a model: its weights, gradients and moments are zeroed and freed."""

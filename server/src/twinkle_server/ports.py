@@ -1,4 +1,4 @@
-"""What the faces need of the service, and what the service needs of the store."""
+"""Protocols between the parts of the service: the endpoints, the runtime, the store, and telemetry."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -9,20 +9,20 @@ T = TypeVar("T")
 
 
 class Database(Protocol):
-    """Transactions. `work` is given a `sqlalchemy.Connection` and runs on a thread of the store, never on the loop."""
+    """Runs transactions. `work` gets a `sqlalchemy.Connection` and runs on a thread of the store, never on the loop."""
 
     async def write(self, work: Callable[[Any], T]) -> T:
-        """Run `work` in a transaction that is durable when this returns; several share a commit, each whole or not."""
+        """Run `work` in a transaction that is durable when this returns; several share a commit, each atomically."""
 
     async def read(self, work: Callable[[Any], T]) -> T:
         """Run `work`, which only reads."""
 
 
 class Journal(Protocol):
-    """The log of operations. Whatever it returns from is durable.
+    """The operation log. All writes are durable when they return.
 
     Attributes:
-        reads: operations whose outcome a client has read, and when.
+        reads: time at which a client read the outcome of an operation, by operation.
     """
 
     reads: dict[int, float]
@@ -30,146 +30,146 @@ class Journal(Protocol):
     async def submit(
         self, submission: Submission, also: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
-        """Write an operation, or find the one that came before under its number.
+        """Write an operation, or return the earlier one of the same number.
 
         Args:
-            submission: what is asked for.
-            also: what is written in the same transaction when the operation is new (the row of its model, say).
+            submission: the operation.
+            also: written in the same transaction if the operation is new (for example the row of its model).
 
         Raises:
-            SequenceConflict: another payload came before under that number.
+            SequenceConflict: the number was used with another payload.
         """
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Write how operations ended, all in one commit; returns them as they were written (an `also` may refuse)."""
+        """Write outcomes in one commit; return them as written (an `also` may refuse)."""
 
     async def future(self, request: str, tenant: str) -> Future:
-        """Return what is known of a future.
+        """Return the state of a future.
 
         Raises:
-            NotFound: it was never given to this tenant.
-            Gone: it was, and is no longer kept.
+            NotFound: the tenant has no such request.
+            Gone: its result is no longer kept.
         """
 
     async def pending(self) -> list[Operation]:
-        """Return every operation that is not over, by queue and number; without payloads."""
+        """Return all pending operations by queue and number, without payloads."""
 
     async def after(self, queue_id: str, number: int) -> list[Operation]:
-        """Return a queue's operations behind a number, in order; without payloads."""
+        """Return a queue's operations after a number in order, without payloads."""
 
     async def payload(self, operation: int) -> bytes:
         """Return the payload of an operation.
 
         Raises:
-            LookupError: a snapshot covers it, and it is gone.
+            LookupError: it was deleted, because a snapshot covers the operation.
         """
 
     async def composition(self, operation: int) -> str | None:
-        """Return how the passes of an operation were composed; None where that was not recorded."""
+        """Return the composition of an operation's passes; None if it was not recorded."""
 
     async def blame(self, operations: Sequence[int]) -> None:
-        """Count that the engine died while these were under way."""
+        """Count a death of the engine for the operations that were running."""
 
     async def snapshotted(self, snapshot: Snapshot) -> list[str]:
-        """Make a snapshot the queue's newest, drop the payloads that it covers, and return older snapshots' folders."""
+        """Record a snapshot as the queue's newest, delete the payloads that it covers, and return unneeded folders."""
 
     async def snapshot(self, queue_id: str) -> Snapshot | None:
         """Return a queue's newest snapshot."""
 
 
 class Effects(Protocol):
-    """What operations change in the store beside the log, and what the log alone does not know."""
+    """Effects of operations on the store besides the log, and state of models that the log does not have."""
 
     def done(self, operation: Operation, extra: dict[str, Any], body: bytes) -> Outcome:
-        """Return the outcome of an operation that the engine has done, with what is written beside it (`also`)."""
+        """Return the outcome of an operation from the engine's answer, including its `also`."""
 
     async def closed(self, tenant: str, model: str) -> tuple[str, Category] | None:
-        """Return why a model takes no more operations, and whose fault that is; None if it does."""
+        """Return why a model accepts no operations, and the category; None if it accepts them."""
 
     async def attached(self, tenant: str, model: str) -> None:
-        """Note that the engine has a model again."""
+        """Record that the engine has a model."""
 
     async def detached(self, tenant: str, model: str) -> None:
-        """Note that only a model's snapshot and log are kept."""
+        """Record that only the snapshot and the log of a model are kept."""
 
     async def gone(self, tenant: str, model: str, reason: str) -> None:
-        """Note that nothing of a model is kept, and remove its snapshot."""
+        """Record that a model no longer exists, and remove its snapshot."""
 
     async def unloaded(self) -> None:
         """Remove the snapshots of models whose unload was just written."""
 
     async def corrupted(self, tenant: str, model: str, reason: str) -> None:
-        """Note that a model cannot be made again."""
+        """Record that a model cannot be restored."""
 
     async def last_checkpoint(self, tenant: str, model: str) -> str | None:
         """Return the path of a model's newest checkpoint for training."""
 
     async def inflight_folder(self, tenant: str, model: str) -> str | None:
-        """Return the folder of the weights that a model's inflight sampling sessions use now."""
+        """Return the folder of the weights that a model's inflight sampling sessions currently use."""
 
     async def remove(self, folders: Sequence[str]) -> None:
-        """Remove folders of snapshots; ones that are not there are no error."""
+        """Remove folders of snapshots; missing folders are ignored."""
 
 
 class Figures(Protocol):
-    """Who counts what happens."""
+    """Counts events for metrics."""
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
-        """An operation is over: "done", "cancelled", or whose fault a failure was; seconds since it was taken."""
+        """An operation ended: "done", "cancelled", or the category of its failure; `seconds` since its submission."""
 
     def passed(self, head: Mapping[str, Any]) -> None:
-        """The engine had a turn, as its message `passed` tells it."""
+        """The engine ended a pass, described by the head of its message `passed`."""
 
     def restored(self) -> None:
-        """A model came into the engine again."""
+        """A model was restored in the engine."""
 
     def detached(self) -> None:
-        """A model left the engine."""
+        """A model was freed by the engine."""
 
     def replayed(self, count: int = 1) -> None:
-        """Operations were done again."""
+        """Operations were replayed."""
 
     def restarted(self, reason: str) -> None:
-        """The engine was started again, for a reason of few words."""
+        """The engine was restarted; `reason` is a label."""
 
     def snapshotted(self, size: int) -> None:
-        """A snapshot of so many bytes was written."""
+        """A snapshot of `size` bytes was written."""
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Show a figure that is read when it is asked for."""
+        """Add a gauge whose value is read on every scrape."""
 
 
 class Service(Protocol):
-    """The running service, as the faces see it."""
+    """The running service, as used by endpoints."""
 
     @property
     def info(self) -> ModelInfo:
-        """The base model, as the engine found it; its sizes are 0 until then."""
+        """The base model; its sizes are 0 until the engine is ready."""
 
     async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
-        """Write an operation into the log and let it run in its turn; returns when it is durable, not when done."""
+        """Write an operation into the log and queue it; return when it is durable, not when it is done."""
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
-        """Return a future as soon as it is over, or what it is after so many seconds."""
+        """Return a future when it is resolved, or its current state after `seconds`."""
 
     async def cancel(self, request: str, tenant: str) -> None:
-        """Drop an operation that has not begun; a sampling request is dropped while it runs, too."""
+        """Cancel an operation that has not started; sampling requests are cancelled while they run, too."""
 
     def awaited(self, submission: Submission) -> bool:
-        """Return whether others of its queue wait for its number: to turn it away would hold them up, and so itself."""
+        """Return whether later operations of the queue wait for this number; refusing it would block them."""
 
     def queue_state(self, queue_id: str) -> tuple[str, str | None]:
         """Return "active", "paused_capacity" or "paused_rate_limit", and why a future of this queue waits."""
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
+        """Snapshot and free the models of a finished session, and fail what waits in its queues."""
 
     async def submit_next(self, submission: Submission) -> Accepted:
-        """Submit under the queue's next free number (legacy unload carries none)."""
+        """Submit under the queue's next free number (legacy unload requests have none)."""
 
     async def heartbeat(self, session: str, tenant: str) -> None:
-        """Say that a session's client lives.
+        """Record a heartbeat of a session.
 
         Raises:
-            Gone: it is unknown, another tenant's, finished or expired.
+            Gone: the tenant has no such session, or it has finished or expired.
         """

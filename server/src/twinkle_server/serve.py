@@ -1,4 +1,4 @@
-"""Runs one service: its parts, the socket they answer on, and the signals that end it."""
+"""Runs a service: its parts, its socket, and signals."""
 
 import asyncio
 import contextlib
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     import uvicorn
 
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
-_LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
+_LAST_ANSWERS = 5  # seconds for pending responses after the drain
 _FLUSH = 10.0  # seconds
-_LOST = 3  # exit code of a service whose data directory another one has taken over
+_LOST = 3  # exit code after another process has taken over the data directory
 
 
 def serve(settings: Settings, log_level: str = "INFO") -> int:
@@ -45,16 +45,16 @@ def serve(settings: Settings, log_level: str = "INFO") -> int:
 
     Args:
         settings: of the service.
-        log_level: of the lines on standard error.
+        log_level: minimum level of log lines on standard error.
 
     Raises:
-        ConfigError: the settings would serve strangers without keys.
-        ModelLoadError: there is no such model, or the engine cannot load it.
-        OutputError: the address cannot be listened on.
+        ConfigError: the settings would serve other machines without keys.
+        ModelLoadError: the model does not exist, or the engine cannot load it.
+        OutputError: the address cannot be used.
     """
     import uvloop
 
-    gc.disable()  # what is made until `_answer` says that the service is ready lives as long as the process
+    gc.disable()  # objects created before `_answer` reports readiness live as long as the process
     check(settings)
     settings = resolve(settings)
     logs.configure(log_level)
@@ -64,10 +64,10 @@ def serve(settings: Settings, log_level: str = "INFO") -> int:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that cannot be meant.
+    """Refuse unsafe settings.
 
     Raises:
-        ConfigError: nobody would be asked for a key, and others than this machine would be served.
+        ConfigError: other machines would be served without keys.
     """
     if not settings.auth and not is_loopback(settings.host):
         raise ConfigError(
@@ -76,15 +76,15 @@ def check(settings: Settings) -> None:
 
 
 def resolve(settings: Settings) -> Settings:
-    """Return settings whose model is a local folder; what clients call it, and its tokenizer, stays what was asked for.
+    """Download the model if needed; return settings with its local folder, and unchanged name and tokenizer.
 
     Raises:
-        ConfigError: a loss that is named is not for tenants.
-        ComponentNotFound: the engine, or a loss that is named, is not installed.
+        ConfigError: a named loss is not safe for tenants.
+        ComponentNotFound: the engine, or a named loss, is not installed.
         ComponentConflict: several engines are installed, and none is named.
-        RequirementMissing: a package that it needs is not.
-        ModelLoadError: nothing is there, or what is there is not a model.
-        HubError: the hub does not have it, or cannot be reached.
+        RequirementMissing: a required package is not installed.
+        ModelLoadError: the model does not exist, or is not a model.
+        HubError: the hub does not have the model, or cannot be reached.
     """
     from twinkle.hub import local_model
     from twinkle_server.engine.provider import check_installed
@@ -96,30 +96,30 @@ def resolve(settings: Settings) -> Settings:
 
 
 def public_id(model: str) -> str | None:
-    """Return the id by which clients on other machines find a model's tokenizer as the SDK looks for it.
+    """Return the id by which clients on other machines can load the model's tokenizer with the SDK.
 
     Args:
-        model: as it was asked for.
+        model: as given by the user.
 
     Returns:
-        `owner/name` of Hugging Face's hub; None where the model came from elsewhere, or is of a certain revision, which
-        the SDK cannot ask for.
+        `owner/name` at Hugging Face; None if the model is from elsewhere, or has a fixed revision, which the SDK does
+        not support.
     """
     from twinkle.hub.local import alias_of, reference_of, scheme_of
 
-    place = alias_of(model)
-    if scheme_of(place) is None and Path(place).expanduser().exists():
+    source = alias_of(model)
+    if scheme_of(source) is None and Path(source).expanduser().exists():
         return None
-    scheme, _, name = (reference_of(place) or "").partition("://")
+    scheme, _, name = (reference_of(source) or "").partition("://")
     return name if scheme.lower() == "hf" and "@" not in name else None
 
 
 def check_losses(names: Sequence[str]) -> None:
-    """Refuse names of losses that no request could use.
+    """Refuse losses that requests could not use.
 
     Raises:
-        ComponentNotFound: no plugin offers a loss of that name.
-        ConfigError: it does not say that it is for tenants.
+        ComponentNotFound: no plugin offers a loss of this name.
+        ConfigError: it is not declared as safe for tenants.
     """
     from twinkle import registry
 
@@ -133,10 +133,10 @@ def check_losses(names: Sequence[str]) -> None:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return a socket that listens nowhere yet, bound to the address.
+    """Return a socket that is bound to the address, but does not listen yet.
 
     Raises:
-        OutputError: it is taken, or is none of this machine.
+        OutputError: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -145,9 +145,9 @@ def listen(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        way = "--port 0 takes a free one" if taken else "--host is an address of this machine, such as 127.0.0.1"
-        raise OutputError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {way}") from error
+        in_use = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "use --port 0 for a free port" if in_use else "use an address of this machine, such as 127.0.0.1"
+        raise OutputError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {remedy}") from error
     return listener
 
 
@@ -183,7 +183,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
 async def _answer(
     settings: Settings, application: Any, service: Service, store: Store, listener: socket.socket, stop: asyncio.Event
 ) -> int:
-    """Answer requests until a signal comes, then until what runs is over; returns the exit code."""
+    """Handle requests until a signal arrives, then drain; return the exit code."""
     server = _server(application)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(service.wait_ready(), name="ready")
@@ -192,12 +192,12 @@ async def _answer(
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             await ready
-            gc.freeze()  # without a collection, which would take longer than its finds are worth
+            gc.freeze()  # without a collection, which would take longer than it saves
             gc.enable()
             await _first_key(settings, store)
             if not service.info.tokenizer:
-                _say(no_tokenizer(settings.model))
-            _say_ready(settings, listener, store.secret)
+                _print(no_tokenizer(settings.model))
+            _print_ready(settings, listener, store.secret)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not service.lost.is_set():
             await service.drain()
@@ -210,22 +210,22 @@ async def _answer(
 
 
 def no_tokenizer(model: str) -> str:
-    """Return what is said at the start where the model's folder has no tokenizer."""
+    """Return the warning for a model folder without a tokenizer."""
     return (
         f"Warning: {model} has no tokenizer. Training and sampling by token ids work; stop strings are refused, and "
-        "clients need a tokenizer of their own. Copy the tokenizer's files (tokenizer.json, …) there."
+        "clients must load a tokenizer from elsewhere. To fix this, copy its files (tokenizer.json, …) there."
     )
 
 
 def last_words(text: str) -> str:
-    """Return what a traceback says at its end, without the name of the exception's class."""
+    """Return the last line of a traceback, without the class of the exception."""
     line = ([line for line in text.splitlines() if line.strip()] or [""])[-1].strip()
-    name, colon, said = line.partition(": ")
-    return said if colon and re.fullmatch(r"[A-Za-z_][\w.]*", name) else line
+    name, colon, message = line.partition(": ")
+    return message if colon and re.fullmatch(r"[A-Za-z_][\w.]*", name) else line
 
 
 def _server(application: Any) -> "uvicorn.Server":
-    """Return uvicorn without its handling of signals: a drain comes before the end."""
+    """Return a uvicorn server without signal handlers, because a drain precedes its end."""
     import uvicorn
 
     from twinkle_server.limits.head import GuardedProtocol
@@ -253,21 +253,21 @@ def _server(application: Any) -> "uvicorn.Server":
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return what the first SIGTERM or SIGINT sets; a second one ends the process as it is, which loses nothing."""
+    """Return an event set by the first SIGTERM or SIGINT; a second signal exits immediately, which loses no data."""
     stop = asyncio.Event()
 
-    def hear(number: int) -> None:
+    def handle(number: int) -> None:
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, hear, number)
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
     return stop
 
 
 async def _check_keys(settings: Settings, store: Store) -> None:
-    """Refuse to serve others with a directory whose keys are all revoked."""
+    """Refuse to serve other machines if all keys of the directory are revoked."""
     known = await store.keys.all(revoked=True)
     if settings.auth and known and not is_loopback(settings.host) and all(key.revoked for key in known):
         raise ConfigError(
@@ -277,35 +277,36 @@ async def _check_keys(settings: Settings, store: Store) -> None:
 
 
 async def _first_key(settings: Settings, store: Store) -> None:
-    """Make an operator's key in a directory that never had one, and show it once, when nothing can fail any more."""
+    """Create and print an operator key in a directory that never had a key; runs last, when the start cannot fail."""
     if settings.auth and not await store.keys.all(revoked=True):
         key = await issue(store, "operator", role="operator")
-        _say(f"Operator's key, shown this once: {key}")
+        _print(f"Operator key (shown only once): {key}")
 
 
-def _say_ready(settings: Settings, listener: socket.socket, secret: bytes) -> None:
+def _print_ready(settings: Settings, listener: socket.socket, secret: bytes) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    here = status.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time(), folder_token(secret))
-    status.announce(Path(settings.data), here)
-    _say(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
+    token = folder_token(secret)
+    presence = status.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time(), token)
+    status.announce(Path(settings.data), presence)
+    _print(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
 
 
 def local_url(host: str, port: int) -> str:
-    """Return where this machine itself reaches a server that listens on an address."""
+    """Return the URL of a server for clients on this machine."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return f"http://[::1]:{port}" if address.version == 6 else f"http://127.0.0.1:{port}"
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def _raise_file_limit() -> None:
-    """Allow as many connections as the system does: each long poll holds one."""
+    """Raise the limit of open files to the maximum, because each long poll holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

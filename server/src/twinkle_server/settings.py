@@ -153,16 +153,16 @@ class Settings:
 
     @property
     def served_name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return self.name or self.model
 
     def dump(self) -> str:
-        """Return them as JSON, for the engine's command line: `python -m twinkle_server.engine DESCRIPTOR JSON`."""
+        """Serialize the settings as JSON, for `python -m twinkle_server.engine DESCRIPTOR JSON`."""
         return orjson.dumps(asdict(self), default=str).decode()
 
     @classmethod
     def parse(cls, text: str) -> "Settings":
-        """Read what `dump` wrote."""
+        """Parse the output of `dump`."""
         fields = orjson.loads(text)
         losses = fields.pop("losses")
         return cls(

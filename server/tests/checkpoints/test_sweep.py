@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from twinkle_server.checkpoints.trash import Trash, size_of
-from twinkle_server.checkpoints.upkeep import Swept, Upkeep, Upkept, orphans, sweep, unreferenced
+from twinkle_server.checkpoints.upkeep import Swept, Upkeep, UpkeepReport, orphans, sweep, unreferenced
 from twinkle_server.cli.server import main as server
 from twinkle_server.engine.files import publish
 from twinkle_server.errors import Unavailable
@@ -287,7 +287,7 @@ def test_the_trash_of_a_tenant_is_not_larger_than_its_quota(tmp_path: Path) -> N
     now = time.time() + 2 * HOUR
     store = open_store(tmp_path)
 
-    async def story() -> Upkept:
+    async def story() -> UpkeepReport:
         folder(tmp_path, "checkpoints/measured")
         size = size_of(tmp_path / "checkpoints/measured") or 0
         await issue(store, "a", quotas={"bytes": 2 * size + 1})

@@ -100,7 +100,7 @@ def test_a_folder_that_a_row_names_comes_back_out_of_the_trash(data: Path) -> No
     store = open_store(data)
     try:
         store.database.write_now(lambda connection: connection.exec_driver_sql("UPDATE checkpoints SET deleted = NULL"))
-        assert asyncio.run(upkeep(store).bring_back()) == ["checkpoints/0"]
+        assert asyncio.run(upkeep(store).restore_named()) == ["checkpoints/0"]
     finally:
         store.close()
     assert exists(data)

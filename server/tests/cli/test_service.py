@@ -147,7 +147,7 @@ def test_sigterm_ends_it_well_and_the_next_start_shows_no_key(tmp_path: Path) ->
     key = process.key
     assert process.stop() == 0
     assert not (process.data / "server.json").exists()
-    assert run("status", "--data", str(process.data)).startswith("no server runs here")
+    assert run("status", "--data", str(process.data)).startswith("no server runs on this folder")
     try:
         process.start()
         assert len(process.said.splitlines()) == 2

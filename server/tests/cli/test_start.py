@@ -61,7 +61,7 @@ def test_an_address_that_is_none_of_this_machine_is_told_as_such(tmp_path: Path,
     arguments = [str(MODEL), "--backend", ENGINE, "--data", str(tmp_path / "data"), "--port", "0", "--host", host]
     error = CliRunner().invoke(serve, arguments).exception
     assert isinstance(error, OutputError)
-    assert re.search(rf"{re.escape(host)}:0: .*; --host is an address of this machine", str(error)), str(error)
+    assert re.search(rf"{re.escape(host)}:0: .*; use an address of this machine", str(error)), str(error)
     assert not (tmp_path / "data").exists()
 
 

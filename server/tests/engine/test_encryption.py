@@ -7,7 +7,7 @@ from pathlib import Path
 import pyrage
 import pytest
 
-from twinkle_server.engine.encryption import MOST_RECIPIENTS, Encrypted, check_recipients
+from twinkle_server.engine.encryption import MAX_RECIPIENTS, Encrypted, check_recipients
 
 FILES = {"adapter_model.safetensors": bytes(range(256)) * 4096, "adapter_config.json": b"{}"}
 
@@ -75,13 +75,13 @@ def test_a_recipient_that_is_none_is_named(wrong: str) -> None:
 
 
 def test_a_recipient_longer_than_any_key_is_refused_in_few_words() -> None:
-    with pytest.raises(ValueError, match="it must have at most 2048 characters, got 1000008") as caught:
+    with pytest.raises(ValueError, match="a recipient must have at most 2048 characters, got 1000008") as caught:
         check_recipients(["ssh-rsa " + "A" * 10**6])
     assert len(str(caught.value)) < 500
 
 
 def test_none_and_too_many_recipients_are_refused() -> None:
     good = str(pyrage.x25519.Identity.generate().to_public())
-    for recipients in ([], [good] * (MOST_RECIPIENTS + 1)):
-        with pytest.raises(ValueError, match=f"must have 1 to {MOST_RECIPIENTS} recipients, got {len(recipients)}"):
+    for recipients in ([], [good] * (MAX_RECIPIENTS + 1)):
+        with pytest.raises(ValueError, match=f"must have 1 to {MAX_RECIPIENTS} recipients, got {len(recipients)}"):
             check_recipients(recipients)

@@ -227,7 +227,7 @@ def test_a_manifest_that_was_exchanged_is_found_by_its_digest(tmp_path: Path) ->
     done = publish(tmp_path / "one", write)
     publish(tmp_path / "one", write, {"number": 2})
     verify(tmp_path / "one")
-    with pytest.raises(Damaged, match="not the one that was published"):
+    with pytest.raises(Damaged, match="differs from the published one"):
         verify(tmp_path / "one", done.digest)
 
 
@@ -251,5 +251,5 @@ def test_a_file_that_no_manifest_names_is_refused_and_not_opened(tmp_path: Path)
     publish(tmp_path / "one", write)
     assert set(verify(tmp_path / "one").files) == {"weights.bin", "state.json"}
     os.mkfifo(tmp_path / "one" / "waits-for-ever")
-    with pytest.raises(Damaged, match="'waits-for-ever' is there, and was never published"):
+    with pytest.raises(Damaged, match="'waits-for-ever' was not published"):
         verify(tmp_path / "one")

@@ -143,7 +143,7 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
         assert made.wait(messages.RESTORED).head["error"]
         outcome = made.done(lost).head
         assert outcome["category"] == "server"
-        assert "could not be read back" in outcome["error"]
+        assert "could not be read" in outcome["error"]
         assert made.done(fine).head["error"] is None
         made.send(messages.RESTORE, queue_id="m", folder=None)
         made.create("m")
@@ -180,7 +180,7 @@ def test_a_replay_that_fails_says_whether_that_may_pass_and_nothing_runs_on_what
         assert failed["error"]
         assert failed.get("later", False) == (lacking == "memory")
         behind = [made.backward("m", 3, 7, replay=True), made.backward("m", 4, 8)]
-        assert all("could not be read back" in made.done(each).head["error"] for each in behind)
+        assert all("could not be read" in made.done(each).head["error"] for each in behind)
         assert all(told.head["number"] < 2 for told in snapshots(made))
         fresh = made.done(made.backward("other", 1, 6)).head
         assert "later" not in fresh, "what was never done fails once and for all"

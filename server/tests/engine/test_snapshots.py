@@ -30,7 +30,7 @@ class Bench:
 
     def create(self, queue_id: str) -> None:
         self.executor.create(queue_id, Create(8, 0), None)
-        self.snapshots.there(queue_id, 0)
+        self.snapshots.register(queue_id, 0)
         self.apply(queue_id, "create")
 
     def apply(self, queue_id: str, kind: str = "optim_step") -> None:
@@ -54,14 +54,14 @@ def bench(tmp_path: Path) -> Bench:
 def test_nothing_is_due_before_there_were_enough_steps(bench: Bench) -> None:
     bench.create("m")
     bench.apply("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     assert bench.said.empty()
     bench.apply("m")
     assert bench.snapshots.next() == 0.0
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     assert bench.written == [("m", 2)]
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     assert bench.snapshots.next() is None
 
 
@@ -80,12 +80,12 @@ def test_no_operation_is_to_blame_for_what_copying_a_model_does(
         lambda: told.append(""),
     )
     bench.create("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     assert told == []
     bench.apply("m")
     copy = bench.executor.snapshot
     monkeypatch.setattr(bench.executor, "snapshot", lambda queue_id: (told.append(queue_id), copy(queue_id))[1])
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     assert told == ["", "m"]
 
@@ -96,7 +96,7 @@ def test_the_model_that_waits_longest_is_next_whatever_its_name(bench: Bench) ->
         bench.apply(queue_id)
         bench.apply(queue_id)
     for _ in range(3):
-        bench.snapshots.tend()
+        bench.snapshots.write_due()
         for queue_id in ("a", "b", "c"):  # all of them go on as fast as they can
             bench.apply(queue_id)
             bench.apply(queue_id)
@@ -107,13 +107,13 @@ def test_the_model_that_waits_longest_is_next_whatever_its_name(bench: Bench) ->
 def test_what_happens_while_a_copy_is_written_is_not_in_it_and_is_due_again(bench: Bench) -> None:
     bench.create("m")
     bench.snapshots.want("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.apply("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     assert bench.written == [("m", 0)]
     assert bench.snapshots.leave("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     assert bench.written[1:] == [("m", 1)]
     assert bench.left == ["m"]
@@ -122,7 +122,7 @@ def test_what_happens_while_a_copy_is_written_is_not_in_it_and_is_due_again(benc
 def test_a_model_leaves_only_after_the_copy_that_is_being_written(bench: Bench) -> None:
     bench.create("m")
     bench.snapshots.want("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     assert bench.snapshots.leave("m")
     assert not bench.left
     bench.hear()
@@ -133,14 +133,14 @@ def test_a_model_leaves_only_after_the_copy_that_is_being_written(bench: Bench) 
 def test_forwards_and_saves_alone_make_no_snapshot_due(tmp_path: Path) -> None:
     bench = Bench(tmp_path, seconds=0.0)
     bench.create("m")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     for kind in ("forward", "save"):
         bench.apply("m", kind)
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     assert bench.snapshots.next() is None
     bench.apply("m", "forward_backward")
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
     bench.hear()
     assert bench.written == [("m", 0), ("m", 3)]
 
@@ -156,12 +156,12 @@ def test_a_disk_that_takes_nothing_is_asked_again_and_the_number_is_the_newest(
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "write", refuse)
         bench.snapshots.want("m")
-        bench.snapshots.tend()
+        bench.snapshots.write_due()
         bench.hear()
     bench.apply("m")
     assert bench.written == []
     while bench.said.empty():
-        bench.snapshots.tend()
+        bench.snapshots.write_due()
     bench.hear()
     assert bench.written == [("m", 1)]
 
@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_copied_harms_no_other(bench: Bench) -> None:
         bench.apply(queue_id)
         bench.apply(queue_id)
     bench.executor.remove("broken")
-    bench.snapshots.tend()
-    bench.snapshots.tend()
+    bench.snapshots.write_due()
+    bench.snapshots.write_due()
     bench.hear()
     assert bench.written == [("fine", 2)]

@@ -68,7 +68,7 @@ def test_what_clients_send_again_is_waited_for(status: int, again: bool) -> None
 
 def test_everybody_may_send_again_after_a_restart() -> None:
     arrivals = Arrivals(35.0, Clock())
-    arrivals.everybody_may_resend()
+    arrivals.expect_resends()
     assert arrivals.expected_until("ada", 10.0) == 135.0
 
 

@@ -134,7 +134,7 @@ def test_a_number_is_not_lost_because_the_service_stood_still() -> None:
         await runtime.janitor.stop()
         later = await ask(runtime, 2, "optim_step")
         await asyncio.sleep(0.1)
-        runtime.cancellation._looked = time.monotonic() - 100.0  # as after SIGSTOP
+        runtime.cancellation._last_check = time.monotonic() - 100.0  # as after SIGSTOP
         await runtime.cancellation.give_up_gaps()
         await answer(runtime, (await ask(runtime, 1, "optim_step")).request)
         future = await answer(runtime, later.request)

@@ -73,7 +73,7 @@ def test_a_probe_that_keeps_work_away_does_not_wait_for_work(work: LastPass, clo
 def test_a_new_engine_has_failed_at_nothing(work: LastPass) -> None:
     turn(work, ("forward", "server"))
     work.ended("forward", "server")
-    work.begin_anew()
+    work.reset()
     assert work.trouble is None
     turn(work, ("forward", "user"))
     assert work.trouble is None

@@ -137,7 +137,7 @@ def test_a_model_that_waits_for_memory_says_so_and_is_given_up_with_its_session(
                 await asyncio.sleep(0.001)
         state, reason = runtime.queue_state(QUEUE)
         assert state == "paused_capacity"
-        assert "made again as soon as that can be" in str(reason)
+        assert "restored as soon as possible" in str(reason)
         other = await ask(runtime, 0, "create", "t:train:0")
         assert (await answer(runtime, other.request)).status == "done"
         await runtime.finish_session("s")

@@ -228,7 +228,7 @@ def test_what_a_model_did_is_kept_until_it_is_given_up_for_good(tmp_path: Path) 
                 asked = await at.ask("forward_backward")
                 await answer(at.service, asked.request)
             at.engine.kill()
-            assert "operation 2 failed when it was done again" in str((await at.do("forward")).error)
+            assert "operation 2 failed when it was repeated" in str((await at.do("forward")).error)
             await at.service.outcomes.flush()
             await at.service._purge()
             kept = [row for row in await at.store.journal.after(QUEUE, 0) if row.status == "done"]
@@ -383,7 +383,7 @@ def test_a_model_that_nobody_asks_for_is_not_kept_for_ever(tmp_path: Path) -> No
             await at.begin()
             await until(lambda: _is(at, "gone"))
             told = await at.do("forward_backward")
-            assert "nothing was asked of it" in str(told.error)
+            assert "it was not used" in str(told.error)
 
     within(SOON, scenario)
 

@@ -12,15 +12,15 @@ def test_tenants_take_turns_whatever_the_number_of_their_requests() -> None:
         window, order = Window(1000), []
 
         async def take(tenant: str) -> None:
-            await window.take(tenant, 400)
+            await window.acquire(tenant, 400)
             order.append(tenant)
 
-        await window.take("first", 400)
+        await window.acquire("first", 400)
         tasks = [asyncio.create_task(take(tenant)) for tenant in ("a", "a", "a", "a", "b", "b")]
         for _ in tasks:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            window.give(400)
+            window.release(400)
         await asyncio.gather(*tasks)
         return order
 
@@ -30,11 +30,11 @@ def test_tenants_take_turns_whatever_the_number_of_their_requests() -> None:
 def test_what_is_larger_than_the_window_goes_alone() -> None:
     async def scenario() -> None:
         window = Window(1000)
-        await window.take("a", 5000)
-        assert not window.try_take(1)
-        window.give(5000)
+        await window.acquire("a", 5000)
+        assert not window.try_acquire(1)
+        window.release(5000)
         assert window.used == 0
-        assert window.try_take(1)
+        assert window.try_acquire(1)
 
     within(SOON, scenario)
 
@@ -42,16 +42,16 @@ def test_what_is_larger_than_the_window_goes_alone() -> None:
 def test_who_stops_waiting_keeps_no_room() -> None:
     async def scenario() -> None:
         window = Window(1000)
-        await window.take("a", 400)
-        waiting = [asyncio.create_task(window.take(tenant, 400)) for tenant in ("b", "c")]
+        await window.acquire("a", 400)
+        waiting = [asyncio.create_task(window.acquire(tenant, 400)) for tenant in ("b", "c")]
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait([waiting[0]])
-        window.give(400)
+        window.release(400)
         await waiting[1]
-        waiting.append(asyncio.create_task(window.take("d", 400)))
+        waiting.append(asyncio.create_task(window.acquire("d", 400)))
         await asyncio.sleep(0)
-        window.give(400)
+        window.release(400)
         waiting[2].cancel()
         await asyncio.wait([waiting[2]])
         assert window.used == 0

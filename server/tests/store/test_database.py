@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from twinkle_server import failpoints
 from twinkle_server.errors import BadRequest, StoreError, Unavailable
 from twinkle_server.store import database as store_database
-from twinkle_server.store.database import SqliteDatabase, driver, worded
+from twinkle_server.store.database import SqliteDatabase, driver, translate_error
 from twinkle_server.store.filesystem import check_local
 
 
@@ -258,4 +258,4 @@ def test_a_connection_that_cannot_be_opened_anew_is_tried_again_at_each_write(
 def test_what_is_the_stores_fault_may_come_again(error: int, is_the_stores: bool) -> None:
     found = sqlite3.DatabaseError("no")
     found.sqlite_errorcode = error
-    assert isinstance(worded(found), Unavailable) == is_the_stores
+    assert isinstance(translate_error(found), Unavailable) == is_the_stores

@@ -66,12 +66,12 @@ def test_another_request_under_a_used_number_is_a_conflict_and_is_not_written(
 
 
 def test_choices_that_are_made_anew_do_not_make_another_request(journal: Journal, run: Run) -> None:
-    first, operation = run(journal.submit(step(0, b"folder-1", kind="save", asked=b"save as x")))
-    again, _ = run(journal.submit(step(0, b"folder-2", kind="save", asked=b"save as x")))
+    first, operation = run(journal.submit(step(0, b"folder-1", kind="save", original=b"save as x")))
+    again, _ = run(journal.submit(step(0, b"folder-2", kind="save", original=b"save as x")))
     assert again.request == first.request
     assert run(journal.payload(operation.id)) == b"folder-1"
     with pytest.raises(SequenceConflict):
-        run(journal.submit(step(0, b"folder-1", kind="save", asked=b"save as y")))
+        run(journal.submit(step(0, b"folder-1", kind="save", original=b"save as y")))
 
 
 def test_the_same_request_at_the_same_time_is_written_once(journal: Journal, run: Run) -> None:
@@ -267,7 +267,7 @@ def test_a_creation_that_fails_leaves_no_model_that_counts(
     assert found["failed"].reason == "no room"
     assert run(store.models.count("ada")) == 2
     run(store.models.set_status("ada", made["failed"][0].id, "creating", 1.0))  # as it was left by earlier versions
-    assert run(store.models.end_never_made()) == 1
+    assert run(store.models.end_failed_creations()) == 1
     assert run(store.models.count("ada")) == 2
 
 

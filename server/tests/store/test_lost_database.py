@@ -225,7 +225,7 @@ def test_a_command_that_meets_a_damaged_page_says_so(data: Path, kind: str) -> N
 def test_a_whole_database_is_whole(data: Path) -> None:
     assert damage(data / "twinkle.db") == damage(data / "twinkle.db", full=True) == []
     done = CliRunner().invoke(server, ["check", "--files", "--data", str(data)])
-    assert (done.exit_code, done.output.splitlines()[-1]) == (0, "3 folders checked; database: whole")
+    assert (done.exit_code, done.output.splitlines()[-1]) == (0, "3 folders checked; the database is intact")
 
 
 def test_check_names_what_is_missing_and_what_is_damaged(data: Path) -> None:
@@ -235,7 +235,7 @@ def test_check_names_what_is_missing_and_what_is_damaged(data: Path) -> None:
     (data / "checkpoints/2").rmdir()
     done = CliRunner().invoke(server, ["check", "--files", "--data", str(data)])
     assert done.exit_code == 1
-    assert "missing: checkpoints/2, which the database names" in done.output
+    assert "missing: checkpoints/2, which the database references" in done.output
     assert "damaged: 1: " in done.output
 
 

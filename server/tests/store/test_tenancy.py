@@ -35,7 +35,7 @@ OF_LANES |= {"SNAPSHOT", "SET_SNAPSHOT", "COVERED", "MARK_READ", "UNREAD", "READ
 OF_LANES |= {"OLD_CHECKPOINTS", "OLD_SAMPLERS", "ROWS", "PAYLOAD_FILES", "RESULT_FILES", "FOLDERS", "SOURCES"}
 OF_LANES |= {"OLD_RECORDED"}
 """Statements of the runtime, over queues and rows that it knows; no client's text reaches them unchecked."""
-CHECKED_BY_CALLERS = {"create", "_at", "_there", "_behind", "_has_metadata"}
+CHECKED_BY_CALLERS = {"create", "_at", "_exists", "_after_cursor", "_has_metadata"}
 """Conditions that are added to a query which has its tenant; and a new key, whose name nobody else's may have."""
 
 

@@ -108,7 +108,7 @@ def test_whose_a_line_is_stands_there_as_a_mark_or_not_at_all(lines, monkeypatch
 def test_a_flood_is_cut_off_and_counted(lines, monkeypatch) -> None:
     second = 100.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: second)
-    room = logs.Room("floods")
+    room = logs.LineLimiter("floods")
     assert [room.take() for _ in range(logs._LINES + 7)] == [True] * logs._LINES + [False] * 7
     second = 101.0
     assert room.take()

@@ -11,7 +11,7 @@ from twinkle_server.store.models import add as add_model
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import Checkpoint, Model, Session
 from twinkle_server.tenancy.auth import CURRENT, Caller
-from twinkle_server.tenancy.quotas import Limited, Meter, Quotas, check_room
+from twinkle_server.tenancy.quotas import Limited, Meter, Quotas, check_quotas
 
 
 class World:
@@ -112,7 +112,7 @@ def test_adapters_and_bytes_are_bounded_by_what_is_there(tmp_path: Path) -> None
 
     async def story(store: Store) -> None:
         async def check(kind: str) -> None:
-            await store.database.read(lambda connection: check_room(connection, caller, kind, 50.0))
+            await store.database.read(lambda connection: check_quotas(connection, caller, kind, 50.0))
 
         for session, tenant in (("s", "a"), ("t", "b")):
             await store.sessions.create(Session(session, tenant, 0.0, 0.0))
@@ -225,7 +225,7 @@ def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
     def full(connection: object, caller: Caller, kind: str, now: float) -> None:
         raise Forbidden("no room")
 
-    monkeypatch.setattr("twinkle_server.tenancy.quotas.check_room", full)
+    monkeypatch.setattr("twinkle_server.tenancy.quotas.check_quotas", full)
     refused: list[str | None] = []
 
     class Noting(Service):

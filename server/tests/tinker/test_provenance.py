@@ -105,7 +105,7 @@ def test_sequences_of_another_session_or_tenant_are_refused(served: Any, loop: L
         (0, [7, 9], 0, "token 1 of it is 8, got 9"),
         (0, [8], 0, "token 0 of it is 7, got 8"),
         (0, SAMPLED, 1, "must end within its 2 tokens, got offset 1 and length 2"),
-        (5, SAMPLED, 0, "there is no sequence"),
+        (5, SAMPLED, 0, "does not exist"),
     ],
 )
 def test_what_a_span_says_must_be_what_was_sampled(

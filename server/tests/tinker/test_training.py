@@ -141,7 +141,7 @@ def test_a_repeated_pass_has_the_same_future_and_another_one_is_not_run(served):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"), [(0, "no rows"), (65, "65 rows; this service takes 64"), (40, "")], ids=["none", "many", "some"]
+    ("rows", "words"), [(0, "at least one row"), (65, "64 rows, got 65"), (40, "")], ids=["none", "many", "some"]
 )
 def test_a_pass_that_is_too_large_fails_and_uses_up_its_number(served, rows: int, words: str):
     client = served.http()

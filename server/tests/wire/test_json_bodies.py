@@ -70,7 +70,7 @@ def test_sparse_inputs_and_images_are_carried_over():
     [
         (None, "must be an object, got absent"),
         ([], "must be an object, got a list"),
-        ({**WORK, "loss_fn": 3}, "loss_fn must be a text, got a int"),
+        ({**WORK, "loss_fn": 3}, "loss_fn must be a string, got a int"),
         ({**WORK, "data": {}}, "data must be a list, got a dict"),
         ({**WORK, "loss_fn_config": {"a": None}}, r"loss_fn_config\.a must be .* got absent"),
         (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle_server.wire.loss_graphs import MOST_BYTES, loss_id, read_graph, read_loss_id
+from twinkle_server.wire.loss_graphs import MAX_BYTES, loss_id, read_graph, read_loss_id
 
 INPUTS = [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}]
 START = [{"op": "placeholder", "name": name, "target": name} for name in ("logprobs", "weights")]
@@ -99,7 +99,7 @@ def test_metrics_are_named_as_they_add_up():
 
 def test_a_graph_that_is_too_large_has_no_id():
     nodes = [call(f"n{place}", "operator.add", {"ref": "logprobs"}, "x" * 100) for place in range(1000)]
-    with pytest.raises(ValueError, match=str(MOST_BYTES)):
+    with pytest.raises(ValueError, match=str(MAX_BYTES)):
         loss_id(read_graph(INPUTS, [*START, *nodes, output("n999")]))
 
 

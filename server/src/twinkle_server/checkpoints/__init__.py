@@ -1,1 +1,1 @@
-"""Checkpoints as folders that are whole or not there."""
+"""Checkpoint files: downloads, trash, and upkeep."""

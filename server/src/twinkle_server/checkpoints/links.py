@@ -1,6 +1,6 @@
-"""Downloads of a checkpoint's files: signed links for clients that fetch without a key, each of which ends by itself.
+"""Downloads of checkpoint files by signed links that expire, for clients without a key.
 
-Files are streams, one by one, or all as an uncompressed tar; memory does not grow with their size.
+Files are streamed one by one, or all together as an uncompressed tar, in constant memory.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 def open_listed(folder: Path, name: str) -> tuple[BufferedReader, int]:
-    """Open a file that the folder's manifest lists.
+    """Open a file that is listed in the folder's manifest.
 
     Args:
-        folder: a published one.
+        folder: a published folder.
         name: of the file.
 
     Returns:
-        The file, and its bytes.
+        The file, and its size in bytes.
 
     Raises:
-        LookupError: the manifest does not list it, or there is no such folder.
+        LookupError: the manifest does not list the file, or the folder does not exist.
     """
     try:
         entry = read_manifest(folder).files.get(name)
@@ -47,7 +47,7 @@ def open_listed(folder: Path, name: str) -> tuple[BufferedReader, int]:
 
 
 def archive_size(manifest: Manifest) -> int:
-    """Return the bytes of the tar of a folder."""
+    """Return the size of the tar of a folder in bytes."""
     return 2 * _BLOCK + sum(
         len(_head(name, entry.size)) + _padded(entry.size) for name, entry in manifest.files.items()
     )
@@ -57,7 +57,7 @@ def archive(folder: Path, manifest: Manifest) -> Iterator[bytes]:
     """Yield the tar of a folder's listed files, in pieces.
 
     Raises:
-        LookupError: a file is not there any more; what was yielded is no whole tar.
+        LookupError: a file no longer exists; the tar is incomplete.
     """
     for name, entry in manifest.files.items():
         with _open(folder, name, entry.size) as file:
@@ -69,16 +69,16 @@ def archive(folder: Path, manifest: Manifest) -> Iterator[bytes]:
 
 
 async def stream(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield what an iterator that reads from a disk gives, without holding up the loop."""
+    """Iterate over an iterator that reads from disk on a thread, without blocking the event loop."""
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece
 
 
 def pieces_of(folder: Path, name: str) -> Iterator[bytes]:
-    """Yield a listed file's bytes; it is opened with the first piece and closed after the last.
+    """Yield the content of a listed file; it is opened with the first piece and closed after the last.
 
     Raises:
-        LookupError: it is not there any more.
+        LookupError: it no longer exists.
     """
     file, _ = open_listed(folder, name)
     with file:
@@ -86,7 +86,7 @@ def pieces_of(folder: Path, name: str) -> Iterator[bytes]:
 
 
 def _open(folder: Path, name: str, size: int) -> BufferedReader:
-    """Open a file that has the size that was published."""
+    """Open a file, and check that it has its published size."""
     try:
         file = open_file(folder, name)
     except OSError as error:
@@ -119,12 +119,12 @@ _LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a link allows.
+    """The content of a link.
 
     Attributes:
         folder: of the checkpoint, relative to the data directory.
-        whole: all of it as a tar; else single files.
-        expires: when that ends, in UTC seconds.
+        whole: whether the link is for a tar of all files, not for single files.
+        expires: UTC seconds.
     """
 
     folder: str
@@ -133,12 +133,12 @@ class Grant:
 
 
 class Links:
-    """Makes and reads links.
+    """Creates and verifies signed links.
 
     Args:
         data: the data directory.
-        secret: of it.
-        seconds: that a link lives.
+        secret: of the data directory.
+        seconds: lifetime of a link.
     """
 
     def __init__(self, data: Path, secret: bytes, seconds: float = SECONDS) -> None:
@@ -147,14 +147,14 @@ class Links:
         self._signer = URLSafeSerializer(secret, salt="twinkle.download")
 
     def files(self, base_url: str, folder: str) -> tuple[dict[str, str], float]:
-        """Return a link to each file of a checkpoint, by name, and when they end (UTC seconds). Reads a file.
+        """Return a link to each file of a checkpoint by name, and their expiry in UTC seconds; reads the manifest.
 
         Args:
-            base_url: of the service, as the client sees it.
+            base_url: of the service, as seen by the client.
             folder: of the checkpoint, relative to the data directory.
 
         Raises:
-            NotFound: the folder is not there any more.
+            NotFound: the folder no longer exists.
         """
         try:
             names = list(read_manifest(self.data / folder).files)
@@ -164,24 +164,24 @@ class Links:
         return {name: f"{base_url.rstrip('/')}/download/{token}/{name}" for name in names}, expires
 
     def archive(self, base_url: str, folder: str) -> tuple[str, float]:
-        """Return a link to a checkpoint as one tar, and when it ends (UTC seconds).
+        """Return a link to a tar of a checkpoint, and its expiry in UTC seconds.
 
         Args:
-            base_url: of the service, as the client sees it.
+            base_url: of the service, as seen by the client.
             folder: of the checkpoint, relative to the data directory.
         """
         token, expires = self._token(folder, whole=True)
         return f"{base_url.rstrip('/')}/download/{token}/{_ARCHIVE}", expires
 
     def read(self, token: str) -> Grant:
-        """Return what a link allows.
+        """Verify a link and return its content.
 
         Raises:
-            NotFound: it is none of this service, was changed, or is over.
+            NotFound: it was not created by this service, was modified, or has expired.
         """
         try:
-            said: Any = self._signer.loads(token) if len(token) <= _LONGEST else None
-            grant = Grant(str(said["f"]), bool(said["w"]), float(said["e"]))
+            fields: Any = self._signer.loads(token) if len(token) <= _LONGEST else None
+            grant = Grant(str(fields["f"]), bool(fields["w"]), float(fields["e"]))
         except (BadData, TypeError, KeyError, ValueError) as error:
             raise NotFound("the download link is not valid for this service") from error
         if grant.expires < time.time():
@@ -195,7 +195,7 @@ class Links:
 
 
 def download_routes(links: Links) -> APIRouter:
-    """Return the route that links lead to."""
+    """Return the route of the links."""
     router = APIRouter()
 
     @router.get("/download/{token}/{file}", include_in_schema=True)
@@ -203,14 +203,14 @@ def download_routes(links: Links) -> APIRouter:
         """Stream a file of a checkpoint, or all of them as a tar."""
         grant = links.read(token)
         try:
-            return await asyncio.to_thread(_answer, links.data / grant.folder, grant, file)
+            return await asyncio.to_thread(_response, links.data / grant.folder, grant, file)
         except (LookupError, Damaged) as error:
             raise NotFound("the checkpoint does not contain this file or no longer exists") from error
 
     return router
 
 
-def _answer(folder: Path, grant: Grant, name: str) -> Response:
+def _response(folder: Path, grant: Grant, name: str) -> Response:
     if not grant.whole:
         file, size = open_listed(folder, name)
         file.close()

@@ -1,7 +1,7 @@
-"""The trash of a data directory: what upkeep or an operator removed, until its time is over, or until it is restored.
+"""The trash of a data directory, with data removed by upkeep or an operator until it expires or is restored.
 
-An entry is `trash/<time>-<place>-<name>`: when it is emptied (UTC seconds), and where it was. One rename moves it there
-and one moves it back, so that a crash leaves it in one of both places, whole.
+An entry is `trash/<time>-<place>-<name>`: its expiry (UTC seconds), and its original place. It is moved and restored by
+a single rename, so that a crash leaves it complete in one of both places.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ _NAME: Final = re.compile(rf"(\d+)-({'|'.join(PLACES)})-(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something in the trash.
+    """An entry of the trash.
 
     Attributes:
         name: of the entry.
-        folder: where it was, relative to the data directory.
-        until: when it is emptied, in UTC seconds.
-        size: bytes.
+        folder: its original place, relative to the data directory.
+        until: its expiry in UTC seconds.
+        size: in bytes.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Trash:
         self._folder = data / FOLDER
 
     def entries(self) -> Iterator[Entry]:
-        """Yield what is there, in the order in which it is emptied."""
+        """Yield all entries in the order of their expiry."""
         try:
             names = sorted(entry.name for entry in os.scandir(self._folder))
         except FileNotFoundError:
@@ -75,11 +75,11 @@ class Trash:
         """Move a folder or file of the data directory into the trash.
 
         Args:
-            path: `<data>/<place>/<name>`; a symbolic link is moved and never followed.
-            until: when it is emptied, in UTC seconds.
+            path: `<data>/<place>/<name>`; a symbolic link is moved, not followed.
+            until: its expiry in UTC seconds.
 
         Returns:
-            Its bytes; None if it was gone, or was replaced by another in the meantime, which stays.
+            Its size in bytes; None if it no longer exists, or was replaced meanwhile, in which case it stays.
         """
         moment = int(until)
         while os.path.lexists(target := self._folder / f"{moment}-{path.parent.name}-{path.name}"):
@@ -98,13 +98,13 @@ class Trash:
         return size_of(target)
 
     def put_back(self, entry: Entry) -> bool:
-        """Move an entry back to its place; False if something is there, or the entry is gone."""
+        """Restore an entry to its original place; return False if the place is taken or the entry no longer exists."""
         place = self._data / entry.folder
         if os.path.lexists(place):
             return False
         reach("trash.before_put_back")
         try:
-            os.utime(self._folder / entry.name, follow_symlinks=False)  # a sweep leaves what was changed of late alone
+            os.utime(self._folder / entry.name, follow_symlinks=False)  # a sweep ignores recently changed folders
             (self._folder / entry.name).rename(place)
         except FileNotFoundError:
             return False
@@ -112,7 +112,7 @@ class Trash:
         return True
 
     def remove(self, entry: Entry) -> bool:
-        """Remove an entry for good; False if it is gone."""
+        """Remove an entry permanently; return False if it no longer exists."""
         aside = self._folder / (TEMPORARY + new_id())
         reach("trash.before_remove")
         try:
@@ -123,7 +123,7 @@ class Trash:
         return True
 
     def finish(self) -> None:
-        """Remove what a crash left of entries that were being removed."""
+        """Finish removals that a crash interrupted."""
         for path in self._folder.glob(f"{TEMPORARY}*"):
             _erase(path)
 
@@ -133,11 +133,11 @@ class Trash:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file, or of the files of a flat folder; None if it is gone."""
+    """Return the size of a file, or of the files of a flat folder; None if it no longer exists."""
     try:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            return found.st_size
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_size
         return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
     except FileNotFoundError:
         return None
@@ -149,7 +149,7 @@ def _until(name: str) -> tuple[int, str]:
 
 
 def _erase(path: Path) -> None:
-    """Remove a file or folder; another process may be doing the same."""
+    """Remove a file or folder; another process may remove it at the same time."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path, ignore_errors=True)
@@ -160,18 +160,18 @@ def _erase(path: Path) -> None:
 async def restore(store: Store, what: str) -> str:
     """Restore an entry of the trash.
 
-    A crash on the way leaves the folder in its place without its row; the same call finishes the work.
+    After a crash between moving the folder and updating its row, the same call finishes the work.
 
     Args:
         store: an open data directory.
-        what: name of the entry, or where it was (`checkpoints/<id>`).
+        what: name of the entry, or its original place (`checkpoints/<id>`).
 
     Returns:
-        The path of the checkpoint, or the folder of something that was none.
+        The path of the checkpoint, or the folder of other data.
 
     Raises:
         NotFound: the trash has no such entry.
-        BadRequest: a checkpoint of the same path was saved since, or something is in the folder's place.
+        BadRequest: a newer checkpoint has the same path, or the original place is taken.
     """
     trash = Trash(store.data)
     entry = await asyncio.to_thread(_find, trash, what)
@@ -193,18 +193,18 @@ def _find(trash: Trash, what: str) -> Entry | None:
 
 
 def _deleted(connection: Connection, folder: str) -> Row[tuple[object, ...]] | None:
-    """Across tenants: return the row of a checkpoint that was deleted."""
+    """Across tenants: return the row of a deleted checkpoint."""
     query = select(checkpoints).where(checkpoints.c.folder == folder, checkpoints.c.deleted.is_not(None))
     return connection.execute(query.order_by(checkpoints.c.id.desc()).limit(1)).one_or_none()
 
 
 def _check_free(connection: Connection, row: Row[tuple[object, ...]]) -> None:
-    """Across tenants: refuse to restore a checkpoint whose path another one has."""
-    found = row._mapping
+    """Across tenants: refuse to restore a checkpoint whose path is used by another."""
+    fields = row._mapping
     query = select(checkpoints.c.id, checkpoints.c.expires).where(
-        checkpoints.c.run == found["run"],
-        checkpoints.c.kind == found["kind"],
-        checkpoints.c.name == found["name"],
+        checkpoints.c.run == fields["run"],
+        checkpoints.c.kind == fields["kind"],
+        checkpoints.c.name == fields["name"],
         checkpoints.c.deleted.is_(None),
     )
     if connection.execute(query).first() is not None:
@@ -212,7 +212,7 @@ def _check_free(connection: Connection, row: Row[tuple[object, ...]]) -> None:
 
 
 def _undelete(connection: Connection, row: Row[tuple[object, ...]]) -> str:
-    """Across tenants: let a checkpoint be there again, without a time at which it expires."""
+    """Across tenants: mark a checkpoint as existing again, without expiry."""
     _check_free(connection, row)
     query = update(checkpoints).where(checkpoints.c.id == row._mapping["id"])
     connection.execute(query.values(deleted=None, expires=None))
@@ -221,18 +221,18 @@ def _undelete(connection: Connection, row: Row[tuple[object, ...]]) -> str:
 
 def path_of(row: Row[tuple[object, ...]]) -> str:
     """Return the path of a checkpoint's row."""
-    found = row._mapping
-    return str(CheckpointPath(str(found["run"]), str(found["kind"]), str(found["name"])))
+    fields = row._mapping
+    return str(CheckpointPath(str(fields["run"]), str(fields["kind"]), str(fields["name"])))
 
 
-async def described(store: Store) -> list[dict[str, object]]:
-    """Return the entries of the trash, each with the checkpoint that it was."""
+async def describe_entries(store: Store) -> list[dict[str, object]]:
+    """Return the entries of the trash with the checkpoints that they belonged to."""
     entries = await asyncio.to_thread(lambda: list(Trash(store.data).entries()))
     now = time.time()
-    said = []
+    entries_with_checkpoints = []
     for entry in entries:
         row = await store.database.read(partial(_deleted, folder=entry.folder))
-        said.append(
+        entries_with_checkpoints.append(
             {
                 "name": entry.name,
                 "folder": entry.folder,
@@ -242,4 +242,4 @@ async def described(store: Store) -> list[dict[str, object]]:
                 "emptied_in_seconds": max(0, round(entry.until - now)),
             }
         )
-    return said
+    return entries_with_checkpoints

@@ -1,8 +1,8 @@
-"""What is done to checkpoints from time to time: expiry, the newest K, the sweep into the trash, and its emptying.
+"""Periodic upkeep of checkpoints: expiry, the limit on their number, the sweep into the trash, and its emptying.
 
-The sweep finds what no row names any more, and tells what a row once named from what is of unknown origin. Only the
-former, and drafts that no writer finished, go to the trash by themselves. The others are orphans: they may be what a
-newer database knew before an older one was restored, so an operator decides (`twinkle server orphans`).
+The sweep finds data that no row names, and distinguishes data that a row once named from data of unknown origin. Only
+the former, and unfinished drafts, are moved to the trash automatically. The rest are orphans: a restored older database
+may not know them, so an operator decides (`twinkle server orphans`).
 """
 
 import asyncio
@@ -32,23 +32,23 @@ from twinkle_server.store.tenants import Keys
 
 _log = structlog.get_logger(__name__)
 KEPT: Final = 86400.0
-"""Seconds that a checkpoint is kept in the trash, where nothing else is set."""
+"""Default seconds that a checkpoint is kept in the trash."""
 _BRIEF: Final = 600.0
-"""Seconds that everything else is kept there: drafts, snapshots, and weights of sampling sessions that ended."""
+"""Seconds that other data is kept there: drafts, snapshots, and weights of ended sampling sessions."""
 _ROOM: Final = 256 * 2**20
-"""Free bytes below which the disk counts as full, or a fiftieth of the disk if that is less."""
+"""Free bytes below which the disk counts as full; at most a fiftieth of the disk."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 AGE = 3600.0
-"""Seconds that everything is kept, for whoever is about to write its row."""
+"""Minimum age in seconds of swept data, because its row may not be written yet."""
 
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep moved to the trash.
+    """Data moved or removed by a sweep.
 
     Attributes:
-        entries: folders and files.
-        size: bytes in them.
+        entries: number of folders and files.
+        size: in bytes.
     """
 
     entries: int = 0
@@ -61,8 +61,8 @@ class Orphan:
 
     Attributes:
         folder: relative to the data directory.
-        changed: when it was last changed, in UTC seconds.
-        size: bytes.
+        changed: time of its last change in UTC seconds.
+        size: in bytes.
     """
 
     folder: str
@@ -71,15 +71,15 @@ class Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class Upkept:
-    """What a round did.
+class UpkeepReport:
+    """The result of a round of upkeep.
 
     Attributes:
-        expired: checkpoints whose time was over.
-        surplus: checkpoints beyond the newest K.
-        swept: folders and files that went to the trash.
-        emptied: folders and files that went from there.
-        orphans: folders and files that no row ever named, and that stay.
+        expired: number of expired checkpoints.
+        surplus: number of checkpoints deleted above the quota.
+        swept: folders and files moved to the trash.
+        emptied: folders and files removed from the trash.
+        orphans: folders and files that no row ever named; they are kept.
     """
 
     expired: int
@@ -91,26 +91,26 @@ class Upkept:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """A checkpoint that was deleted, of which the row is kept: its tenant and bytes."""
+    """A deleted checkpoint whose row is kept: its tenant and size."""
 
     tenant: str
     size: int
 
 
 class Upkeep:
-    """Looks after the checkpoints of a data directory.
+    """Maintains the checkpoints of a data directory.
 
     Args:
         data: the directory.
-        database: of it.
+        database: of the directory.
         table: its checkpoints.
-        keys: its keys, whose quotas say how many checkpoints are kept.
-        retention: knows what is needed.
+        keys: its keys, whose quotas limit the number of checkpoints.
+        retention: tells which folders are needed.
         kept: seconds that a checkpoint is kept in the trash.
 
     Attributes:
-        held: returns folders that no row names yet, and that are needed all the same.
-        last: what the last round did; None before it.
+        held: returns folders that are needed although no row names them yet.
+        last: result of the last round; None before the first.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Upkeep:
         self._kept = kept
         self._trash = Trash(data)
         self.held: Callable[[], Collection[str]] = frozenset
-        self.last: Upkept | None = None
+        self.last: UpkeepReport | None = None
 
-    async def run(self, now: float | None = None, age: float = AGE) -> Upkept:
-        """Do one round.
+    async def run(self, now: float | None = None, age: float = AGE) -> UpkeepReport:
+        """Run one round.
 
         Args:
             now: UTC seconds.
@@ -144,11 +144,11 @@ class Upkeep:
         try:
             expired = len(await self._table.expire(now))
             surplus = await self._keep_newest(_kept(await self._keys.all()), now)
-        except Unavailable as error:  # a full disk: what the trash has may be what it lacks
+        except Unavailable as error:  # if the disk is full, emptying the trash may help
             expired = surplus = 0
             full = _is_full(error)
         referenced = set(self.held()) | await needed(self._retention)
-        await self._bring_back(referenced)  # `trash restore` may have written a row just before a sweep
+        await self._restore_named(referenced)  # `trash restore` may have written a row just before a sweep
         named, deleted = await folders.all_named(self._database), await self._deleted()
         keep = self._kept
 
@@ -158,10 +158,11 @@ class Upkeep:
         swept = await asyncio.to_thread(sweep, self._data, referenced, named, until, age, now)
         crowded = await self._crowded_trash(deleted)
         emptied = await asyncio.to_thread(self._empty, now, full, crowded)
-        left = await asyncio.to_thread(orphans, self._data, referenced, named, age, now)
+        remaining = await asyncio.to_thread(orphans, self._data, referenced, named, age, now)
         if not full:
             await folders.forget(self._database, await asyncio.to_thread(self._absent, named - referenced))
-        self.last = Upkept(expired, surplus, swept, emptied, Swept(len(left), sum(each.size for each in left)))
+        orphaned = Swept(len(remaining), sum(orphan.size for orphan in remaining))
+        self.last = UpkeepReport(expired, surplus, swept, emptied, orphaned)
         if expired or surplus or swept.entries or emptied.entries:
             _log.info(
                 "upkeep",
@@ -174,14 +175,14 @@ class Upkeep:
             )
         return self.last
 
-    async def bring_back(self) -> list[str]:
-        """Move out of the trash what a row names and is missing: an older database may name what was removed since."""
-        return await self._bring_back(await needed(self._retention))
+    async def restore_named(self) -> list[str]:
+        """Restore missing data that a row names from the trash; a restored older database may name removed data."""
+        return await self._restore_named(await needed(self._retention))
 
-    async def _bring_back(self, referenced: Collection[str]) -> list[str]:
+    async def _restore_named(self, referenced: Collection[str]) -> list[str]:
         def work() -> list[str]:
-            found = [entry for entry in self._trash.entries() if entry.folder in referenced]
-            return [entry.folder for entry in found if self._trash.put_back(entry)]
+            entries = [entry for entry in self._trash.entries() if entry.folder in referenced]
+            return [entry.folder for entry in entries if self._trash.put_back(entry)]
 
         restored = await asyncio.to_thread(work)
         if restored:
@@ -189,7 +190,7 @@ class Upkeep:
         return restored
 
     async def make_room(self) -> Swept:
-        """Empty the trash, what would be emptied first before the rest, until the disk is not full; see `_ROOM`."""
+        """Empty the trash, in the order of expiry, until the disk is no longer full; see `_ROOM`."""
         if not await asyncio.to_thread(self._is_full):
             return Swept()
         emptied = await asyncio.to_thread(self._empty, 0.0, False, ())
@@ -202,52 +203,53 @@ class Upkeep:
         return usage.free < min(_ROOM, usage.total // 50)
 
     async def figures(self) -> dict[str, dict[str, int]]:
-        """Return entries and bytes of the trash now, and of orphans as of the last round."""
+        """Return entries and bytes of the trash, and of orphans as of the last round."""
         trash = await asyncio.to_thread(trash_figures, self._data)
-        left = self.last.orphans if self.last is not None else None
-        return {"trash": trash, **({} if left is None else {"orphans": {"entries": left.entries, "bytes": left.size}})}
+        orphaned = self.last.orphans if self.last is not None else None
+        figures = {} if orphaned is None else {"orphans": {"entries": orphaned.entries, "bytes": orphaned.size}}
+        return {"trash": trash, **figures}
 
     def _empty(self, now: float, full: bool, crowded: Collection[str]) -> Swept:
-        """Remove from the trash what is over; where the disk is full, as much more as makes room.
+        """Remove expired entries from the trash; if the disk is full, further ones.
 
         Args:
             now: UTC seconds.
-            full: a write has failed for want of room: everything is removed.
-            crowded: names of entries that are removed as well.
+            full: whether a write failed because the disk is full, in which case all entries are removed.
+            crowded: names of further entries to remove.
         """
         emptied = Swept()
         self._trash.finish()
         for entry in list(self._trash.entries()):
-            over = full or entry.until <= now or entry.name in crowded
-            if (over or self._is_full()) and self._trash.remove(entry):
+            due = full or entry.until <= now or entry.name in crowded
+            if (due or self._is_full()) and self._trash.remove(entry):
                 emptied.entries += 1
                 emptied.size += entry.size
         return emptied
 
     async def _crowded_trash(self, deleted: Mapping[str, Deleted]) -> set[str]:
-        """Return the oldest entries of tenants whose trash is larger than what a quota lets them store."""
+        """Return the oldest entries of tenants whose trash exceeds their storage quota."""
         limits = _limits(await self._keys.all())
         if not limits:
             return set()
         entries = await asyncio.to_thread(lambda: list(self._trash.entries()))
         total: dict[str, int] = {}
-        over: set[str] = set()
+        excess: set[str] = set()
         for entry in reversed(entries):
             owner = deleted.get(entry.folder)
             if owner is None or owner.tenant not in limits:
                 continue
             total[owner.tenant] = total.get(owner.tenant, 0) + entry.size
             if total[owner.tenant] > limits[owner.tenant]:
-                over.add(entry.name)
-        return over
+                excess.add(entry.name)
+        return excess
 
     def _absent(self, paths: Collection[str]) -> set[str]:
-        """Return those of some folders that are neither in their place nor in the trash."""
-        there = {entry.folder for entry in self._trash.entries()}
-        return {folder for folder in paths if folder not in there and not (self._data / folder).exists()}
+        """Return the folders that are neither in their place nor in the trash."""
+        trashed = {entry.folder for entry in self._trash.entries()}
+        return {folder for folder in paths if folder not in trashed and not (self._data / folder).exists()}
 
     async def _deleted(self) -> dict[str, Deleted]:
-        """Across tenants: return the checkpoints that were deleted, by folder."""
+        """Across tenants: return the deleted checkpoints by folder."""
         query = select(checkpoints.c.folder, checkpoints.c.tenant, checkpoints.c.size).where(
             checkpoints.c.deleted.is_not(None)
         )
@@ -265,7 +267,7 @@ class Upkeep:
         return count
 
     async def _crowded(self, tenant: str, keep: int) -> list[tuple[str, str]]:
-        """Return the runs and kinds of which a tenant has more than so many checkpoints."""
+        """Return the runs and kinds of which a tenant has more than `keep` checkpoints."""
         query = (
             select(checkpoints.c.run, checkpoints.c.kind)
             .where(checkpoints.c.tenant == tenant, checkpoints.c.deleted.is_(None))
@@ -280,7 +282,7 @@ class Upkeep:
 
 
 def _kept(keys: list[Key]) -> dict[str, int]:
-    """Return how many checkpoints tenants keep; of several keys the most generous counts."""
+    """Return how many checkpoints each tenant keeps; of several keys, the largest number counts."""
     kept: dict[str, int] = {}
     for key in keys:
         if keep := key.quotas.get("keep"):
@@ -289,7 +291,7 @@ def _kept(keys: list[Key]) -> dict[str, int]:
 
 
 def _limits(keys: list[Key]) -> dict[str, int]:
-    """Return how many bytes tenants may store; one of whose keys is not limited is left out."""
+    """Return the storage quota of each tenant in bytes; tenants with an unlimited key are omitted."""
     limits: dict[str, int] = {}
     free = {key.tenant for key in keys if not key.quotas.get("bytes")}
     for key in keys:
@@ -300,23 +302,23 @@ def _limits(keys: list[Key]) -> dict[str, int]:
 
 async def needed(retention: Retention) -> set[str]:
     """Return all paths, relative to the data directory, that a row names."""
-    found = set(await retention.referenced())
-    found.update(f"payloads/{name}" for name in await retention.payload_files())
-    found.update(f"results/{name}" for name in await retention.result_files())
-    return found
+    paths = set(await retention.referenced())
+    paths.update(f"payloads/{name}" for name in await retention.payload_files())
+    paths.update(f"results/{name}" for name in await retention.result_files())
+    return paths
 
 
 def trash_figures(data: Path) -> dict[str, int]:
-    """Return how many entries the trash has, and their bytes."""
+    """Return the number of entries of the trash, and their size in bytes."""
     sizes = [entry.size for entry in Trash(data).entries()]
     return {"entries": len(sizes), "bytes": sum(sizes)}
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Return whether a fault, or what caused it, is that of a full disk."""
-    for each in _causes(error):
-        code = getattr(each, "sqlite_errorcode", None)
-        if (isinstance(each, OSError) and each.errno in _FULL) or (
+    """Return whether an error, or one of its causes, means that the disk is full."""
+    for cause in _causes(error):
+        code = getattr(cause, "sqlite_errorcode", None)
+        if (isinstance(cause, OSError) and cause.errno in _FULL) or (
             code is not None and code & 0xFF == sqlite3.SQLITE_FULL
         ):
             return True
@@ -338,7 +340,7 @@ def unreferenced(
     Args:
         data: the data directory.
         referenced: paths relative to it that are in use, read after `now`.
-        age: seconds that everything is kept.
+        age: minimum age in seconds.
         now: UTC seconds.
     """
     limit = (time.time() if now is None else now) - age
@@ -351,10 +353,10 @@ def unreferenced(
             if f"{place}/{entry.name}" in referenced and not is_draft(entry.name):
                 continue
             try:
-                found = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            changed = max(found.st_mtime, found.st_ctime)
+            changed = max(status.st_mtime, status.st_ctime)
             if changed < limit:
                 yield f"{place}/{entry.name}", changed
 
@@ -367,14 +369,14 @@ def sweep(
     age: float = AGE,
     now: float | None = None,
 ) -> Swept:
-    """Move to the trash what a row named and no row names any more, and drafts.
+    """Move drafts, and data that a row once named and no row names any more, to the trash.
 
     Args:
         data: the data directory.
         referenced: paths relative to it that are in use, read after `now`.
         named: paths that a row has named at any time.
-        until: returns when a path is emptied from the trash, in UTC seconds.
-        age: seconds that everything is kept.
+        until: returns the expiry of a path in the trash in UTC seconds.
+        age: minimum age in seconds.
         now: UTC seconds.
     """
     swept, trash = Swept(), Trash(data)
@@ -391,15 +393,15 @@ def sweep(
 def orphans(
     data: Path, referenced: Collection[str], named: Collection[str], age: float = AGE, now: float | None = None
 ) -> list[Orphan]:
-    """Return folders and files that no row ever named, oldest first; drafts are none."""
-    found = []
+    """Return folders and files that no row ever named, oldest first; drafts are excluded."""
+    unknown = []
     for folder, changed in unreferenced(data, referenced, age, now):
         size = size_of(data / folder)
         if folder not in named and not is_draft(folder.partition("/")[2]) and size is not None:
-            found.append(Orphan(folder, changed, size))
-    return sorted(found, key=lambda each: (each.changed, each.folder))
+            unknown.append(Orphan(folder, changed, size))
+    return sorted(unknown, key=lambda orphan: (orphan.changed, orphan.folder))
 
 
 def is_draft(name: str) -> bool:
-    """Return whether a name is that of something that its writer did not finish."""
+    """Return whether a name is that of an unfinished write."""
     return name.startswith(TEMPORARY)

@@ -123,12 +123,12 @@ def main(
     log_level: str,
     backend: str | None,
 ) -> None:
-    """Serve MODEL, a local folder or the id of one at a hub, to clients of the Tinker protocol.
+    """Serve MODEL, a local folder or the id of a model on a hub, to clients of the Tinker protocol.
 
-    The first start on an empty folder makes an operator's key and prints it once; `twinkle server keys create` makes
-    others. SIGTERM ends what runs, keeps its state, and exits.
+    The first start on an empty folder creates an operator key and prints it once; `twinkle server keys create` creates
+    more keys. On SIGTERM, the service finishes running operations, saves its state, and exits.
     """
-    from twinkle_server.cli.server import told
+    from twinkle_server.cli.server import user_errors
     from twinkle_server.serve import serve
     from twinkle_server.settings import Limits, Settings, Times
 
@@ -153,6 +153,6 @@ def main(
         accept_base=accept_base,
         times=Times(loss=loss_seconds, trash=trash_hours * 3600),
     )
-    with told():
+    with user_errors():
         code = serve(settings, log_level.upper())
     click.get_current_context().exit(code)

@@ -1,4 +1,4 @@
-"""`twinkle server`: keys, status and content of a data directory, for its operator."""
+"""`twinkle server`: keys, status and content of a data directory, for operators."""
 
 import asyncio
 import time
@@ -32,12 +32,12 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 @click.group("server", context_settings=_NAMES)
 def main() -> None:
-    """Manage a training service: its keys, what it does, and what its folder holds."""
+    """Manage a training service: keys, status, and the content of its folder."""
 
 
 @main.group(context_settings=_NAMES)
 def keys() -> None:
-    """Make, list and revoke keys; a running server notices within a second."""
+    """Create, list and revoke keys; a running server notices changes within a second."""
 
 
 @keys.command(context_settings=_NAMES)
@@ -66,14 +66,14 @@ def create(
     """Create a key and print it once."""
     from twinkle_server.tenancy.keys import issue
 
-    asked = {
+    limits = {
         "tokens_per_second": tokens_per_second,
         "operations": operations,
         "adapters": adapters,
         "bytes": stored,
         "keep": keep,
     }
-    quotas = {quota: value for quota, value in asked.items() if value is not None}
+    quotas = {quota: value for quota, value in limits.items() if value is not None}
     kind: Any = role
     key = with_store(data, lambda store: issue(store, name, role=kind, tenant=tenant, quotas=quotas))
     echo({"name": name, "key": key}, as_json, [key])
@@ -81,12 +81,12 @@ def create(
 
 @keys.command("list", context_settings=_NAMES)
 @_data
-@click.option("--all", "revoked", is_flag=True, help="Revoked ones too.")
+@click.option("--all", "revoked", is_flag=True, help="Also list revoked keys.")
 @_json
 def list_keys(data: Path, revoked: bool, as_json: bool) -> None:
     """List keys by name; the keys themselves are not stored."""
-    found = with_store(data, lambda store: store.keys.all(revoked=revoked))
-    echo([_shown(key) for key in found], as_json, [_line(key) for key in found] or ["no keys"])
+    rows = with_store(data, lambda store: store.keys.all(revoked=revoked))
+    echo([_fields(key) for key in rows], as_json, [_line(key) for key in rows] or ["no keys"])
 
 
 @keys.command(context_settings=_NAMES)
@@ -97,8 +97,8 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
     """Revoke a key; the data of its tenant is kept."""
     from twinkle_server.tenancy.keys import revoke as end
 
-    found = with_store(data, lambda store: end(store, name))
-    echo(_shown(found), as_json, [f"revoked {found.name}"])
+    key = with_store(data, lambda store: end(store, name))
+    echo(_fields(key), as_json, [f"revoked {key.name}"])
 
 
 @main.command(context_settings=_NAMES)
@@ -109,30 +109,30 @@ def status(data: Path, as_json: bool) -> None:
     from twinkle_server.store.inspection import check_database, check_whole
     from twinkle_server.telemetry.status import ask, find
 
-    said = ask(data)
-    if said is None:
-        here = find(data)
-        with told():
+    fields = ask(data)
+    if fields is None:
+        presence = find(data)
+        with user_errors():
             check_database(data)
             check_whole(data)
-        said = {"running": False, "silent": here and here.pid, **with_store(data, _figures)}
+        fields = {"running": False, "silent": presence and presence.pid, **with_store(data, _figures)}
     else:
-        said = {"running": True, **said}
-    echo(said, as_json, list(_status_lines(said)))
+        fields = {"running": True, **fields}
+    echo(fields, as_json, list(_status_lines(fields)))
 
 
 async def _figures(store: "Store") -> dict[str, Any]:
-    """Return what the database knows, and what lies beside it."""
+    """Return the figures of the database, the trash, and orphans."""
     from twinkle_server.checkpoints.upkeep import trash_figures
     from twinkle_server.telemetry.status import read_figures
 
-    left = await find_orphans(store)
-    beside = {"trash": trash_figures(store.data), "orphans": {"entries": len(left), "bytes": sum(e.size for e in left)}}
-    return {**await read_figures(store.database), **beside}
+    orphaned = await find_orphans(store)
+    figures = {"entries": len(orphaned), "bytes": sum(orphan.size for orphan in orphaned)}
+    return {**await read_figures(store.database), "trash": trash_figures(store.data), "orphans": figures}
 
 
 def with_store(data: Path, work: "Callable[[Store], Awaitable[T]]") -> T:
-    """Open the directory beside whoever serves it, do something, and close it."""
+    """Open the directory, beside a running server if there is one, run `work`, and close it."""
     from twinkle_server.store.opening import open_store
 
     async def run() -> T:
@@ -142,11 +142,11 @@ def with_store(data: Path, work: "Callable[[Store], Awaitable[T]]") -> T:
         finally:
             store.close()
 
-    with told():
+    with user_errors():
         return asyncio.run(run())
 
 
-def _shown(key: "Key") -> dict[str, Any]:
+def _fields(key: "Key") -> dict[str, Any]:
     return {
         "name": key.name,
         "tenant": key.tenant,
@@ -164,15 +164,15 @@ def _line(key: "Key") -> str:
     return f"{key.name}  {key.role}  tenant {key.tenant}  since {day}{quotas}{ended}"
 
 
-def _status_lines(said: dict[str, Any]) -> list[str]:
-    if said["running"]:
-        up = time.time() - said["started"]
-        lines = [f"serves {said['model']} at {said['url']} (pid {said['pid']}, up {_span(up)})"]
-    elif said["silent"]:
-        lines = [f"a server runs (pid {said['silent']}) and does not answer; its folder says:"]
+def _status_lines(fields: dict[str, Any]) -> list[str]:
+    if fields["running"]:
+        up = time.time() - fields["started"]
+        lines = [f"serves {fields['model']} at {fields['url']} (pid {fields['pid']}, up {_span(up)})"]
+    elif fields["silent"]:
+        lines = [f"the server (pid {fields['silent']}) does not respond; status from its folder:"]
     else:
-        lines = ["no server runs here"]
-    for name, value in said.items():
+        lines = ["no server runs on this folder"]
+    for name, value in fields.items():
         if name in ("running", "silent", "pid", "url", "model", "started"):
             continue
         if name == "paths":
@@ -184,7 +184,7 @@ def _status_lines(said: dict[str, Any]) -> list[str]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items()) or "none"
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
     return str(value)
 
 
@@ -199,7 +199,7 @@ def _hours_and_minutes(seconds: float) -> str:
 
 
 def echo(data: Any, as_json: bool, lines: list[str]) -> None:
-    """Write data as JSON, or its lines for people."""
+    """Print data as JSON, or as lines."""
     if as_json:
         from twinkle.cli import echo_json
 
@@ -223,25 +223,25 @@ _hours = click.option(
 @click.option("--files", is_flag=True, help="Also compare the files of checkpoints and snapshots with their digests.")
 @_json
 def check(data: Path, files: bool, as_json: bool) -> None:
-    """Check the database and that all its folders exist; exit code 1 if something is wrong.
+    """Check the database, and that all its folders exist; exit code 1 after errors.
 
     Works while a service runs. Nothing is changed.
     """
     from twinkle_server.store.inspection import check_database, check_whole
 
-    with told():
+    with user_errors():
         check_database(data)
         check_whole(data, full=True)
-    said = with_store(data, lambda store: _checked(store, files))
-    lines = [f"missing: {folder}, which the database names" for folder in said["missing"]]
-    lines += [f"damaged: {text}" for text in said["damaged"]]
-    lines += [f"orphans: {said['orphans']} that no row ever named; see `twinkle server orphans list`"] * bool(
-        said["orphans"]
+    report = with_store(data, lambda store: _check(store, files))
+    lines = [f"missing: {folder}, which the database references" for folder in report["missing"]]
+    lines += [f"damaged: {text}" for text in report["damaged"]]
+    lines += [f"orphans: {report['orphans']}, which no row ever named; see `twinkle server orphans list`"] * bool(
+        report["orphans"]
     )
-    wrong = bool(said["missing"] or said["damaged"])
-    last = "restore what is wrong from a backup, or from `twinkle server trash`" if wrong else "database: whole"
-    echo(said, as_json, [*lines, f"{said['checked']} folders checked; {last}"])
-    click.get_current_context().exit(1 if wrong else 0)
+    failed = bool(report["missing"] or report["damaged"])
+    last = "restore them from a backup, or from `twinkle server trash`" if failed else "the database is intact"
+    echo(report, as_json, [*lines, f"{report['checked']} folders checked; {last}"])
+    click.get_current_context().exit(1 if failed else 0)
 
 
 @main.command("set-aside", context_settings=_NAMES)
@@ -251,31 +251,31 @@ def set_aside(data: Path, as_json: bool) -> None:
     """Move everything in the folder aside, so that the next start uses an empty folder; nothing is deleted."""
     from twinkle_server.store.aside import set_aside as move
 
-    with told():
+    with user_errors():
         target = move(data.absolute())
-    lines = [f"moved to {target}", "the next `twinkle serve` makes a new database and prints a new operator's key"]
+    lines = [f"moved to {target}", "the next `twinkle serve` creates a new database and prints a new operator key"]
     echo({"folder": str(target)}, as_json, lines)
 
 
 @main.group(context_settings=_NAMES)
 def trash() -> None:
-    """Show, restore and empty what was removed; works while a service runs."""
+    """Show, restore and empty the trash; works while a service runs."""
 
 
 @trash.command("list", context_settings=_NAMES)
 @_data
 @_json
 def list_trash(data: Path, as_json: bool) -> None:
-    """List entries in the order in which they are emptied."""
-    from twinkle_server.checkpoints.trash import described
+    """List entries in the order of their expiry."""
+    from twinkle_server.checkpoints.trash import describe_entries
 
-    said: list[dict[str, Any]] = with_store(data, described)
+    rows: list[dict[str, Any]] = with_store(data, describe_entries)
     lines = [
-        f"{each['name']}  {each['bytes']} bytes  {each['checkpoint'] or each['folder']}  "
-        f"emptied in {_hours_and_minutes(each['emptied_in_seconds'])}"
-        for each in said
+        f"{row['name']}  {row['bytes']} bytes  {row['checkpoint'] or row['folder']}  "
+        f"emptied in {_hours_and_minutes(row['emptied_in_seconds'])}"
+        for row in rows
     ]
-    echo(said, as_json, lines or ["the trash is empty"])
+    echo(rows, as_json, lines or ["the trash is empty"])
 
 
 @trash.command("restore", context_settings=_NAMES)
@@ -285,12 +285,12 @@ def list_trash(data: Path, as_json: bool) -> None:
 def restore_entry(entry: str, data: Path, as_json: bool) -> None:
     """Restore ENTRY, a name from `list`.
 
-    A checkpoint that is restored no longer expires by itself; a quota `--keep` still counts it.
+    A restored checkpoint no longer expires; it counts for the quota `--keep`.
     """
     from twinkle_server.checkpoints.trash import restore
 
-    said = with_store(data, lambda store: restore(store, entry))
-    echo({"restored": said}, as_json, [f"restored {said}"])
+    path = with_store(data, lambda store: restore(store, entry))
+    echo({"restored": path}, as_json, [f"restored {path}"])
 
 
 @trash.command("empty", context_settings=_NAMES)
@@ -302,62 +302,62 @@ def empty(entries: tuple[str, ...], everything: bool, data: Path, as_json: bool)
     """Remove ENTRIES (names from `list`) permanently."""
     from twinkle_server.checkpoints.trash import Trash
 
-    bin_ = Trash(data.absolute())
-    found = list(bin_.entries())
-    names = _chosen([each.name for each in found], entries, everything, "trash")
-    bin_.finish()
-    removed = [each for each in found if each.name in names and bin_.remove(each)]
-    size = sum(each.size for each in removed)
+    trash_folder = Trash(data.absolute())
+    rows = list(trash_folder.entries())
+    names = _select([row.name for row in rows], entries, everything, "trash")
+    trash_folder.finish()
+    removed = [row for row in rows if row.name in names and trash_folder.remove(row)]
+    size = sum(row.size for row in removed)
     echo({"removed": len(removed), "bytes": size}, as_json, [f"removed {len(removed)} entries, {size} bytes"])
 
 
 @main.group(context_settings=_NAMES)
 def orphans() -> None:
-    """Show and remove folders and files that no row of the database ever named; works while a service runs."""
+    """List and remove folders and files that no row of the database ever named; works while a service runs."""
 
 
 @orphans.command("list", context_settings=_NAMES)
 @_data
 @_json
 def list_orphans(data: Path, as_json: bool) -> None:
-    """List them, oldest first; what was changed within the last hour is left out."""
-    found = with_store(data, find_orphans)
-    said = [{"folder": each.folder, "changed": each.changed, "bytes": each.size} for each in found]
-    lines = [f"{each.folder}  {each.size} bytes  changed {_day(each.changed)}" for each in found]
-    echo(said, as_json, lines or ["no orphans"])
+    """List orphans, oldest first, except those changed within the last hour."""
+    rows = with_store(data, find_orphans)
+    fields = [{"folder": row.folder, "changed": row.changed, "bytes": row.size} for row in rows]
+    lines = [f"{row.folder}  {row.size} bytes  changed {_day(row.changed)}" for row in rows]
+    echo(fields, as_json, lines or ["no orphans"])
 
 
 @orphans.command("remove", context_settings=_NAMES)
 @click.argument("folders", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every one that `list` shows.")
+@click.option("--all", "everything", is_flag=True, help="Remove all that `list` shows.")
 @_hours
 @_data
 @_json
 def remove_orphans(folders: tuple[str, ...], everything: bool, hours: float, data: Path, as_json: bool) -> None:
-    """Move FOLDERS, as `list` names them, to the trash."""
+    """Move FOLDERS (names from `list`) to the trash."""
     from twinkle_server.checkpoints.trash import Trash
 
-    found = with_store(data, find_orphans)
-    names = _chosen([each.folder for each in found], folders, everything, "orphans")
-    bin_, until = Trash(data.absolute()), time.time() + hours * 3600
-    sizes = [bin_.put(data.absolute() / name, until) for name in names]
+    rows = with_store(data, find_orphans)
+    names = _select([row.folder for row in rows], folders, everything, "orphans")
+    trash_folder, until = Trash(data.absolute()), time.time() + hours * 3600
+    sizes = [trash_folder.put(data.absolute() / name, until) for name in names]
     moved = [size for size in sizes if size is not None]
-    said = {"moved": len(moved), "bytes": sum(moved)}
-    echo(said, as_json, [f"moved {len(moved)} to the trash, {sum(moved)} bytes; kept there for {hours:g} hours"])
+    report = {"moved": len(moved), "bytes": sum(moved)}
+    echo(report, as_json, [f"moved {len(moved)} to the trash, {sum(moved)} bytes; kept there for {hours:g} hours"])
 
 
-def _chosen(there: list[str], asked: tuple[str, ...], everything: bool, what: str) -> list[str]:
-    """Return the names that were asked for, each of which is there."""
-    if everything == bool(asked):
+def _select(names: list[str], requested: tuple[str, ...], everything: bool, what: str) -> list[str]:
+    """Return the requested names, after checking that they exist."""
+    if everything == bool(requested):
         raise click.UsageError(f"specify names from `twinkle server {what} list`, or --all")
-    for name in asked:
-        if name not in there:
+    for name in requested:
+        if name not in names:
             raise click.UsageError(f"{name!r} does not exist; `twinkle server {what} list` shows the names")
-    return there if everything else list(asked)
+    return names if everything else list(requested)
 
 
 async def find_orphans(store: "Store") -> "list[Orphan]":
-    """Return what no row of a data directory ever named."""
+    """Return the folders and files that no row of a data directory ever named."""
     from twinkle_server.checkpoints.upkeep import needed
     from twinkle_server.checkpoints.upkeep import orphans as find
     from twinkle_server.store import folders
@@ -367,7 +367,7 @@ async def find_orphans(store: "Store") -> "list[Orphan]":
     return await asyncio.to_thread(find, store.data, referenced, named, now=now)
 
 
-async def _checked(store: "Store", files: bool) -> dict[str, Any]:
+async def _check(store: "Store", files: bool) -> dict[str, Any]:
     from twinkle_server.checkpoints.upkeep import needed, trash_figures
     from twinkle_server.engine.files import Damaged, verify
 
@@ -382,8 +382,8 @@ async def _checked(store: "Store", files: bool) -> dict[str, Any]:
 
     named = sorted(await needed(store.retention))
     missing = [folder for folder in named if not (store.data / folder).exists()]
-    whole = [name for name in named if name not in missing and name.partition("/")[0] in ("checkpoints", "snapshots")]
-    damaged = await asyncio.to_thread(compare, whole, verify) if files else []
+    published = [name for name in named if name not in missing and name.startswith(("checkpoints/", "snapshots/"))]
+    damaged = await asyncio.to_thread(compare, published, verify) if files else []
     return {
         "database": "whole",
         "checked": len(named),
@@ -399,8 +399,8 @@ def _day(seconds: float) -> str:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Turn an error of the service into one that the command line shows as a message."""
+def user_errors() -> Iterator[None]:
+    """Convert errors of the service to errors that the command line prints as a message."""
     try:
         yield
     except (ServiceError, StoreError) as error:

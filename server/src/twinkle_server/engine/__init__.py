@@ -1,1 +1,1 @@
-"""The child process's half: queues, fused passes and decode steps over an engine."""
+"""The engine process: task queues, fused passes, and decode steps on an engine."""

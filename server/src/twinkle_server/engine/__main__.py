@@ -1,4 +1,4 @@
-"""`python -m twinkle_server.engine DESCRIPTOR JSON`: the engine over a socket that this process was started with."""
+"""`python -m twinkle_server.engine DESCRIPTOR JSON`: the engine, with an inherited socket to the service."""
 
 import ctypes
 import logging
@@ -21,29 +21,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the other end of the socket is closed."""
+    """Serve until the service closes the socket."""
     if len(arguments) != 2 or not arguments[0].isdigit():
         sys.exit("usage: python -m twinkle_server.engine DESCRIPTOR JSON; `twinkle serve` starts it")
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to us too, and the service decides when we end
+        signal.signal(number, signal.SIG_IGN)  # terminals send these to all processes; the service stops this one
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     settings = Settings.parse(arguments[1])
     link = BlockingLink.from_descriptor(int(arguments[0]))
     try:
         executor = make_executor(settings)
     except TwinkleError as error:
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service shows it, and nothing else
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # shown by the service as it is
     host = Host(executor, link, settings)
     RevocationWatch(settings.times.revocations, lambda: host.soon(executor.drop_plugins)).start()
     host.serve()
 
 
 def make_executor(settings: Settings) -> Executor:
-    """Build the engine that the settings name, and what executes operations on it.
+    """Build the engine named in the settings, and its executor.
 
     Raises:
-        TwinkleError: there is no such engine, or it cannot load the model.
+        TwinkleError: the engine does not exist, or cannot load the model.
     """
     losses = Losses(  # their worker processes start while the model is loaded
         settings.losses, _worker_limits(settings), settings.in_process_losses, strict=settings.strict_losses
@@ -59,7 +59,7 @@ def make_executor(settings: Settings) -> Executor:
 
 
 def _worker_limits(settings: Settings) -> WorkerLimits | None:
-    """Return the limits of loss workers; a loss must fail before the whole pass is taken for hung."""
+    """Return the limits of loss workers; a loss must fail before the whole pass counts as hung."""
     if not settings.loss_workers:
         return None
     times, half = settings.times, settings.times.deadline / 2
@@ -68,9 +68,9 @@ def _worker_limits(settings: Settings) -> WorkerLimits | None:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this process when the service's is gone, however that came."""
+    """Have the kernel kill this process when the service dies."""
     if not sys.platform.startswith("linux"):
-        return  # the closed socket tells, too
+        return  # elsewhere, the closed socket ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

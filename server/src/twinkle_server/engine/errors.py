@@ -1,6 +1,6 @@
-"""Errors of operations: which ones a client sees, in which words, and what is worth another try.
+"""Errors of operations: what a client sees of them, and which ones are temporary.
 
-A client is told one line, and nothing of the machine.
+A client sees one line without details of the machine.
 """
 
 import errno
@@ -28,7 +28,7 @@ from twinkle_server.operations import Category
 
 _log = logging.getLogger(__name__)
 _CLIENT_ERRORS = (ArgumentError, DataError, Unsupported, ComponentTypeError, TrainingStateError)
-"""`ComponentTypeError` and `TrainingStateError` come from the client's loss: it returns no number, or one without a
+"""`ComponentTypeError` and `TrainingStateError` are caused by the client's loss: its result is not a number or has no
 gradient."""
 _ADAPTER = re.compile(r"(the )?adapter '[^']*'")
 _LONGEST = 2000
@@ -70,8 +70,8 @@ def public_error(error: Exception) -> Exception:
     if isinstance(error, UserError):
         return error
     if isinstance(error, NonFiniteError):
-        what = str(error).partition(";")[0]
-        public = UserError(f"{_anonymous(what)}; nothing of this operation was kept, and the weights are as they were")
+        reason = str(error).partition(";")[0]
+        public = UserError(f"{_anonymous(reason)}; this operation had no effect, and the weights are unchanged")
     elif isinstance(error, _CLIENT_ERRORS):
         public = UserError(_anonymous(str(error)))
     elif isinstance(error, CapacityError):  # its text may name adapters of other tenants
@@ -83,52 +83,52 @@ def public_error(error: Exception) -> Exception:
 
 
 def damaged_checkpoint(error: CheckpointError) -> UserError:
-    """Return the error for a checkpoint that cannot be loaded; its path on disk is not for clients."""
+    """Return the error for a checkpoint that cannot be loaded, without its path on disk."""
     public = UserError("the checkpoint does not fit this model, or its files are damaged; save it again")
     public.__cause__ = error
     return public
 
 
 def failed(task: Task, error: Exception) -> Message:
-    """Return the message that an operation failed; what the client must not see goes to the log."""
-    words, category = explain(task, error)
-    head = {"id": task.id, "error": words, "category": category, "extra": {}}
+    """Return the message that an operation failed; internal details are logged."""
+    text, category = explain(task, error)
+    head = {"id": task.id, "error": text, "category": category, "extra": {}}
     return Message(messages.DONE, head | ({"later": True} if task.replay and is_passing(error) else {}))
 
 
 def explain(task: Task, error: Exception) -> tuple[str, Category]:
-    """Return a line for the client, and whose fault it was."""
+    """Return the line for the client and the category of an error."""
     if isinstance(error, UserError):
         return _line(str(error)), "user"
     if isinstance(error, Lost):
-        return "The state of this model could not be read back. Make a new one from its last checkpoint.", "server"
+        return "The state of this model could not be read. Create a new one from its last checkpoint.", "server"
     _log.error("operation %d (%s) failed", task.id, task.kind, exc_info=error)
     if is_out_of_memory(error):
-        return f"There is not enough memory for this {task.kind}, even alone ({task.tokens} tokens).", "server"
+        return f"There is not enough memory for this {task.kind} ({task.tokens} tokens), even alone.", "server"
     if isinstance(error, Damaged):
         return (
-            "The files of this checkpoint are not what was saved. Use another one.",
+            "The files of this checkpoint are damaged. Use another one.",
             "server",
         )
-    if isinstance(error, OSError) or "(os error " in str(error):  # as safetensors has it
-        return f"The service's disk failed during this {task.kind}; nothing of it was kept. Try again.", "server"
+    if isinstance(error, OSError) or "(os error " in str(error):  # the format of safetensors
+        return f"The service's disk failed during this {task.kind}; it had no effect. Try again.", "server"
     if isinstance(error, CapacityError):
         return _line(str(error)), "server"
-    return f"The service failed during this {task.kind} ({type(error).__name__}); its log has more.", "server"
+    return f"The service failed during this {task.kind} ({type(error).__name__}); see its log.", "server"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether there was no memory, on the host or on a device."""
-    if isinstance(error, CapacityError):  # an engine's own, of an allocation that failed
+    """Return whether memory was exhausted, on the host or on a device."""
+    if isinstance(error, CapacityError):  # raised by an engine for a failed allocation
         cause = error.__cause__
         return cause is not None and not isinstance(cause, CapacityError) and is_out_of_memory(cause)
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch has no kind for the host's
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's error for host memory
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return whether the same may work a while later, because memory, room or descriptors were lacking."""
+    """Return whether a retry may succeed later: memory, disk space or file descriptors were exhausted."""
     while error is not None:
         if is_out_of_memory(error) or isinstance(error, CapacityError):
             return True
@@ -143,5 +143,5 @@ def _anonymous(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text as one line that JSON can carry: what a plugin raised may hold halves of surrogate pairs."""
+    """Return a text as one line that JSON can encode; errors of plugins may contain lone surrogates."""
     return " ".join(text.encode("utf-8", "replace").decode().split())[:_LONGEST]

@@ -1,4 +1,4 @@
-"""Executes operations of the service on an engine: reads their payloads, runs them, and writes their results.
+"""Executes operations on an engine: reads their payloads, runs them, and serializes their results.
 
 The models of tenants are adapters of the engine: created, saved, loaded, restored and removed (`Models`).
 """
@@ -25,7 +25,7 @@ from twinkle.engine import (
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
-from twinkle_server.engine.losses.catalog import CUSTOM, Losses, ignores, takes
+from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
@@ -53,7 +53,7 @@ class Models:
 
     Args:
         engine: holds their adapters.
-        base: what PEFT's files call the base model.
+        base: name of the base model in PEFT files.
     """
 
     def __init__(self, engine: Engine, base: str) -> None:
@@ -68,7 +68,7 @@ class Models:
         """Return a model.
 
         Raises:
-            UserError: there is none of this id.
+            UserError: no model has this id.
         """
         if queue_id not in self._models:
             raise UserError(f"model {queue_id!r} does not exist; it was never created or it was unloaded")
@@ -78,7 +78,7 @@ class Models:
         """Create a model with fresh weights, or with those of a checkpoint.
 
         Raises:
-            UserError: the id is taken, or rank or checkpoint are wrong.
+            UserError: the id is taken, or the rank or the checkpoint is invalid.
             CapacityError: there is not enough memory.
         """
         if isinstance(create.rank, bool) or not isinstance(create.rank, int) or create.rank < 1:
@@ -98,9 +98,9 @@ class Models:
             self._fill(self[queue_id], source, load.optimizer)
 
     def save(self, queue_id: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
-        """Copy what a checkpoint holds; return it with the columns of the checkpoint's row."""
+        """Copy a model for a checkpoint; return the copy and the columns of the checkpoint's row."""
         model = self[queue_id]
-        if save.kind == "weights":  # a run that starts from it has no pending gradients
+        if save.kind == "weights":  # training that starts from it has no pending gradients
             copied = self._engine.snapshot(model.ref, gradient=False)
         elif save.kind in ("sampler_weights", "external_weights"):
             copied = self._engine.export(model.ref, self._base)
@@ -113,7 +113,7 @@ class Models:
         return self._engine.snapshot(self[queue_id].ref)
 
     def restore(self, queue_id: str, folder: Path) -> None:
-        """Create a model from a snapshot, in place of the one that has the id."""
+        """Create a model from a snapshot, replacing the model with this id."""
         with _checkpoint_errors():
             spec = self._engine.read_spec(folder)
             if spec is None:
@@ -124,7 +124,7 @@ class Models:
                 self._engine.restore(model.ref, folder)
 
     def remove(self, queue_id: str) -> None:
-        """Remove a model and zero its weights; no-op if there is none of this id."""
+        """Remove a model and zero its weights; no-op if no model has this id."""
         if (model := self._models.pop(queue_id, None)) is not None:
             self._engine.remove(model.ref)
 
@@ -185,7 +185,7 @@ class Pass:
         queue_id: id of the model.
         payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added.
         number: number of the operation, a seed of dropout.
-        composition: how an earlier run of the operation was composed; see `twinkle.engine.Operation`.
+        composition: composition of an earlier run of the operation; see `twinkle.engine.Operation`.
     """
 
     queue_id: str
@@ -202,7 +202,7 @@ class Cost:
         tokens: tokens of the operations.
         padded: padding tokens that were computed.
         flops: floating-point operations.
-        compositions: for operations whose numbers depend on it, by their index in the call, how they were composed.
+        compositions: composition of the operations whose numbers depend on it, by their index in the call.
     """
 
     tokens: int = 0
@@ -214,13 +214,13 @@ class Cost:
 class Executor:
     """Executes operations on an engine. All methods are called from one thread.
 
-    An error of one operation affects that operation only. A method that raises has changed nothing and can be called
-    again with less; after an `EngineFault` the process must end.
+    An error of one operation affects only that operation. A method that raises has changed nothing and may be called
+    again with fewer operations; after an `EngineFault` the process must end.
 
     Args:
         engine: trains and samples.
-        name: what clients call its base model.
-        losses: what a request may name; by default those that ship with Twinkle or with the engine.
+        name: name of the base model for clients.
+        losses: the losses that requests may name; the default is those of Twinkle and of the engine.
         custom_losses: whether clients may send loss graphs.
         custom_seconds: time limit of such a loss for one operation.
     """
@@ -252,7 +252,7 @@ class Executor:
         self._samples = Samples(engine, self._info)
 
     def describe(self) -> ModelInfo:
-        """Return what the base model is."""
+        """Return the description of the base model."""
         return self._info
 
     @property
@@ -268,7 +268,7 @@ class Executor:
     # Training
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
-        """Run passes of several models together; return a serialized `ForwardBackwardOutput` or the error of each."""
+        """Run passes of several models together; return the serialized `ForwardBackwardOutput` or the error of each."""
         results: list[bytes | Exception] = [UserError("not done")] * len(passes)
         operations: list[tuple[int, Operation, Rows]] = []
         for index, item in enumerate(passes):
@@ -291,7 +291,7 @@ class Executor:
         return results, cost
 
     def interrupt(self, between: Callable[[], None]) -> None:
-        """Set the function that is called between forward passes; it may sample."""
+        """Set the function to call between forward passes; it may sample."""
         self.engine.interrupt(between)
 
     def _read(self, item: Pass) -> tuple[Operation, Rows]:
@@ -314,7 +314,9 @@ class Executor:
             loss, options = request.loss_fn, config
         else:
             spec = self._losses.find(request.loss_fn)
-            rows = read_rows(request, context, vocabulary, takes(spec), ignores(spec), SEQUENCES in spec.inputs)
+            rows = read_rows(
+                request, context, vocabulary, accepted_inputs(spec), ignored_inputs(spec), SEQUENCES in spec.inputs
+            )
             loss = self._losses.build(spec, config, rows, queue_id=item.queue_id, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
@@ -354,7 +356,7 @@ class Executor:
             self._models.create(queue_id, create, source)
 
     def save(self, queue_id: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
-        """Copy what a checkpoint holds; return it with the columns of the checkpoint's row (`rank`, ...)."""
+        """Copy a model for a checkpoint; return the copy and the columns of the checkpoint's row (`rank`, ...)."""
         with public_errors():
             return self._models.save(queue_id, save)
 
@@ -364,7 +366,7 @@ class Executor:
             self._models.load(queue_id, load, source)
 
     def remove(self, queue_id: str) -> None:
-        """Remove a model and zero its weights; no-op if there is none of this id."""
+        """Remove a model and zero its weights; no-op if no model has this id."""
         if self._losses.workers is not None:
             self._losses.workers.forget(queue_id)
         with public_errors():
@@ -376,23 +378,23 @@ class Executor:
             return self._models.snapshot(queue_id)
 
     def restore(self, queue_id: str, folder: Path) -> None:
-        """Create a model from a snapshot, in place of the one that has the id."""
+        """Create a model from a snapshot, replacing the model with this id."""
         with public_errors():
             self._models.restore(queue_id, folder)
 
     def drop_plugins(self) -> None:
-        """End the worker processes of plugins that were revoked."""
+        """End the worker processes of revoked plugins."""
         self._losses.end_dropped()
 
     # Sampling
 
     def sample(self, key: int, sample: Sample, source: Path | None) -> None:
-        """Submit a sampling request; raises what is wrong with it."""
+        """Submit a sampling request; raises its error if it is invalid."""
         with public_errors():
             self._samples.submit(key, sample, source)
 
     def decode(self) -> list[Sampled]:
-        """Take one step of sampling; return the requests that have ended."""
+        """Run one decode step; return the requests that have ended."""
         with public_errors():
             return self._samples.decode()
 
@@ -402,7 +404,7 @@ class Executor:
         return len(self._samples)
 
     def cancel(self, key: int) -> None:
-        """Cancel a sampling request; no-op if there is none."""
+        """Cancel a sampling request; no-op if it has ended."""
         self._samples.cancel(key)
 
 
@@ -441,12 +443,12 @@ def _output(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Ex
 
 
 def _on_host(logps: Any) -> Any:
-    """Return log-probabilities as numpy reads them: a tensor of torch may be on a device, or in bfloat16."""
+    """Return log-probabilities for numpy; a torch tensor may be on a device, or in bfloat16."""
     return logps.float().cpu() if hasattr(logps, "cpu") else logps
 
 
 def _metric(name: str, total: float, rows: int) -> tuple[str, float]:
-    """Return a metric's name and value on the wire, from its sum over the rows; custom losses name theirs so."""
+    """Return the name and value of a metric for clients, from its sum over the rows; custom losses keep their names."""
     if name.startswith("custom/"):
         return name, total / rows if name.endswith(":mean") else total
-    return f"{name.replace(':', '_')}:sum", total  # the wire splits names at the colon
+    return f"{name.replace(':', '_')}:sum", total  # clients split names at the colon

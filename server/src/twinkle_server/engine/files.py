@@ -1,6 +1,6 @@
-"""Folders that are there whole or not at all: written beside their place, listed with hashes, synced, renamed.
+"""Atomic publication of folders: written beside their place, listed with hashes, synced, and renamed.
 
-A published folder is flat: regular files and `manifest.json`, which names each with its SHA-256 and size.
+A published folder is flat: regular files and `manifest.json`, which lists the SHA-256 and size of each file.
 """
 
 import errno
@@ -22,22 +22,22 @@ from twinkle_server.ids import new_id
 FORMAT = 1
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
-"""How names of folders begin that nobody finished; a sweeper removes them."""
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # these say nothing about a file
+"""Prefix of the names of unfinished folders, which a sweeper removes."""
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # not the fault of a file
 _MANIFEST_BYTES = 16 * 2**20
 
 
 class Damaged(Exception):
-    """A folder is not what was published there; the message says which file differs and how."""
+    """A folder differs from what was published; the message names the file and the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What became of a folder.
+    """A published folder.
 
     Attributes:
-        digest: SHA-256 of its manifest, which has those of all files.
-        size: bytes of all files, the manifest not counted.
+        digest: SHA-256 of its manifest, which contains the hashes of all files.
+        size: bytes of all files without the manifest.
     """
 
     digest: str
@@ -46,7 +46,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a manifest: its SHA-256 and bytes."""
+    """A file of a manifest: SHA-256 and size in bytes."""
 
     sha256: str
     size: int
@@ -54,12 +54,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a published folder says of itself.
+    """The manifest of a published folder.
 
     Attributes:
-        files: by name.
-        facts: whatever its writer said.
-        digest: SHA-256 of the manifest as it was read.
+        files: entries by file name.
+        facts: additional data of the writer.
+        digest: SHA-256 of the manifest file.
     """
 
     files: Mapping[str, Entry]
@@ -73,18 +73,18 @@ class Manifest:
 
 
 def publish(folder: Path, write: Callable[[Path], object], facts: Mapping[str, Any] | None = None) -> Published:
-    """Write a folder so that it is on the disk whole when this returns, and else not there.
+    """Write a folder atomically: when this returns, it is on disk as a whole; after an error, it does not exist.
 
-    A folder that an earlier attempt left under the name is replaced.
+    An existing folder of this name is replaced.
 
     Args:
-        folder: its place; the folder above is made if needed.
-        write: fills an empty folder with regular files, flat.
-        facts: what the manifest says beside the files.
+        folder: its path; the parent folder is created if needed.
+        write: fills an empty folder with regular files.
+        facts: additional data for the manifest.
 
     Raises:
-        OSError: the disk took no more, or failed; nothing is left under the name.
-        ValueError: `write` left something else than regular files.
+        OSError: the disk is full or failed.
+        ValueError: `write` created something other than regular files.
     """
     _make_parent(folder)
     work, aside = (folder.with_name(TEMPORARY + new_id()) for _ in range(2))
@@ -104,24 +104,24 @@ def publish(folder: Path, write: Callable[[Path], object], facts: Mapping[str, A
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what a folder says of itself; its files are not read.
+    """Read the manifest of a folder; the files are not read.
 
     Raises:
-        Damaged: there is no manifest, or it cannot be read.
-        OSError: this process has no more memory or descriptors.
+        Damaged: the manifest is missing or cannot be read.
+        OSError: this process is out of memory or file descriptors.
     """
     try:
         with open_file(folder, MANIFEST) as file:
             data = file.read(_MANIFEST_BYTES)
-        said = orjson.loads(data)
-        files = {str(name): Entry(str(item["sha256"]), int(item["size"])) for name, item in said["files"].items()}
-        version, facts = int(said["format"]), dict(said["facts"])
+        content = orjson.loads(data)
+        files = {str(name): Entry(str(item["sha256"]), int(item["size"])) for name, item in content["files"].items()}
+        version, facts = int(content["format"]), dict(content["facts"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno in _PASSING:
             raise
         raise Damaged(f"{folder.name}: {MANIFEST} cannot be read ({type(error).__name__})") from error
     if version != FORMAT:
-        raise Damaged(f"{folder.name}: {MANIFEST} has format {version}, and this version reads {FORMAT}")
+        raise Damaged(f"{folder.name}: {MANIFEST} must have format {FORMAT}, got {version}")
     return Manifest(files, facts, hashlib.sha256(data).hexdigest())
 
 
@@ -129,28 +129,28 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
     """Compare every file of a folder with its manifest.
 
     Args:
-        folder: a published one.
-        digest: of its manifest, where that is known.
+        folder: a published folder.
+        digest: expected SHA-256 of the manifest; None skips this check.
 
     Raises:
-        Damaged: a file is missing, is no regular file, has other bytes, or is one too many; the message says which.
-        OSError: this process has no more memory or descriptors.
+        Damaged: a file is missing, changed, unlisted, or not a regular file; the message names it.
+        OSError: this process is out of memory or file descriptors.
     """
     manifest = read_manifest(folder)
     if digest is not None and manifest.digest != digest:
-        raise Damaged(f"{folder.name}: {MANIFEST} is not the one that was published")
+        raise Damaged(f"{folder.name}: {MANIFEST} differs from the published one")
     for name, entry in manifest.files.items():
         try:
             with open_file(folder, name) as file:
-                size, found = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+                size, sha256 = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             if error.errno in _PASSING:
                 raise
             raise Damaged(f"{folder.name}: {name[:200]!r} cannot be read ({type(error).__name__})") from error
-        if (found, size) != (entry.sha256, entry.size):
+        if (sha256, size) != (entry.sha256, entry.size):
             raise Damaged(f"{folder.name}: {name!r} has {size} bytes that differ from the {entry.size} published ones")
     if others := {path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST}:
-        raise Damaged(f"{folder.name}: {min(others)[:200]!r} is there, and was never published")
+        raise Damaged(f"{folder.name}: {min(others)[:200]!r} was not published")
     return manifest
 
 
@@ -158,15 +158,15 @@ def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a folder for reading; neither the folder nor the file may be a symbolic link.
 
     Raises:
-        OSError: it is not there, or is no regular file of this folder.
+        OSError: the file does not exist, or is not a regular file of this folder.
     """
     if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
         raise FileNotFoundError(f"{name[:200]!r} is not a valid file name")
-    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)  # a pipe would wait
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)  # a FIFO would block
     finally:
-        os.close(above)
+        os.close(parent)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise FileNotFoundError(f"{name!r} is not a regular file")
@@ -181,14 +181,14 @@ def _make_parent(folder: Path) -> None:
 
 
 def _seal(work: Path, facts: Mapping[str, Any]) -> Published:
-    """List and sync what was written."""
+    """Write the manifest, and sync all files."""
     entries = {name: _entry(work, name) for name in sorted(path.name for path in work.iterdir())}
-    said = {
+    content = {
         "format": FORMAT,
         "files": {name: {"sha256": entry.sha256, "size": entry.size} for name, entry in entries.items()},
         "facts": dict(facts),
     }
-    data = orjson.dumps(said, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
+    data = orjson.dumps(content, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
     reach("files.before_manifest")
     with (work / MANIFEST).open("xb") as file:
         file.write(data)
@@ -210,7 +210,7 @@ def _entry(work: Path, name: str) -> Entry:
 
 
 def _put(work: Path, folder: Path) -> None:
-    """Rename, and undo it if the disk does not take that."""
+    """Rename a folder, and undo that if it cannot be synced."""
     reach("files.before_rename")
     work.rename(folder)
     try:
@@ -222,7 +222,7 @@ def _put(work: Path, folder: Path) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Put a directory's names on the disk."""
+    """Sync a directory to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -231,16 +231,16 @@ def sync_directory(folder: Path) -> None:
 
 
 def copy_checkpoint(source: Path, target: Path, facts: Mapping[str, Any] | None = None) -> Published:
-    """Publish a checkpoint's files a second time, without a second place on the disk where links can be made.
+    """Publish a copy of a checkpoint, with hard links where the file system has them.
 
     Args:
-        source: a published folder; its files are compared with their hashes.
-        target: where the copy goes; not there yet.
-        facts: said in the copy's manifest; None takes the source's.
+        source: a published folder; its files are verified.
+        target: path of the copy; must not exist.
+        facts: additional data for the manifest of the copy; None copies those of the source.
 
     Raises:
-        Damaged: the source is not what was published.
-        OSError: the disk took no more.
+        Damaged: the source differs from what was published.
+        OSError: the disk is full or failed.
     """
     manifest = verify(source)
 
@@ -254,5 +254,5 @@ def copy_checkpoint(source: Path, target: Path, facts: Mapping[str, Any] | None 
 def _place(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target, follow_symlinks=False)

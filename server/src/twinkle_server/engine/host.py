@@ -1,4 +1,4 @@
-"""The engine's own thread: takes messages, alternates training and sampling, and keeps snapshots."""
+"""The main thread of the engine process: handles messages, alternates training and sampling, and keeps snapshots."""
 
 import concurrent.futures
 import contextlib
@@ -26,22 +26,22 @@ from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.settings import Settings
 
 _PIECES = 4
-"""Passes that a turn may take: between them sampling goes on, and what arrives meanwhile waits for all of them."""
+"""Passes in one turn. Sampling continues between them; other messages wait for all of them."""
 FATAL = 70
-"""Exit status after which nothing but a new process helps."""
-_BEAT = 1.0  # seconds
+"""Exit status of an engine that can continue only in a new process."""
+_BEAT = 1.0  # seconds between heartbeats
 _Item = Message | Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """The engine's end of a link to the service; see `link.BlockingLink`."""
+    """The engine's end of the link to the service; see `messages.BlockingLink`."""
 
     def send(self, message: Message) -> None:
-        """Send a message; any thread may."""
+        """Send a message; called by any thread."""
 
     def __iter__(self) -> Iterator[Message]:
-        """Give messages until the other end is gone."""
+        """Yield messages until the service closes the link."""
 
 
 class Host:
@@ -51,7 +51,7 @@ class Host:
         executor: executes operations.
         link: to the service.
         settings: of the service.
-        threads: makes the pools that write files, by number and name of their threads.
+        threads: makes thread pools, given the number and the name of their threads.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Host:
     ) -> None:
         self._executor, self._link = executor, link
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
+        self._backlog: deque[_Item] = deque()  # received, but not handled
         self._queues = TaskQueues()
         self._scheduler = Scheduler(self._queues)
         pieces = _PIECES if executor.interruptible else 1
@@ -74,15 +74,15 @@ class Host:
             data=settings.data,
             later=self._inbox.put,
             report=link.send,
-            left=self._left,
-            begins=lambda: self._interleaving.begin(()),
+            detached=self._detached,
+            before_copy=lambda: self._interleaving.begin(()),
             steps=settings.snapshot_steps,
             seconds=settings.times.snapshot,
             thread=threads(1, "snapshots"),
         )
         self._sampling = Sampling(executor, sources, link.send)
         self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
-        self._turns = OperationRunner(
+        self._runner = OperationRunner(
             executor=executor,
             sources=sources,
             snapshots=self._snapshots,
@@ -92,15 +92,15 @@ class Host:
             report=link.send,
         )
         self._threads = threads(2, "files")
-        self._behind = 0  # functions that run on threads
+        self._background_jobs = 0
         executor.interrupt(self._interleaving.between)
         self._draining = False
         self._drained = False
 
     def serve(self) -> None:
-        """Work until the process ends; it does when the other end of the link is closed, or after `EngineFault`."""
+        """Serve until the link is closed or an `EngineFault` occurs; ends the process."""
         gc.collect()
-        gc.freeze()  # a model's modules are many objects, and none of them will be garbage
+        gc.freeze()  # a model's modules are many objects that are never garbage
         try:
             self._link.send(Message(messages.READY, {"info": asdict(self._executor.describe())}))
             threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -116,15 +116,15 @@ class Host:
         os._exit(FATAL)
 
     def soon(self, work: Callable[[], None]) -> None:
-        """Call a function on the thread that serves, between two turns; any thread may ask for it."""
+        """Call a function on the main thread between two turns; called by any thread."""
         self._inbox.put(work)
 
     def turn(self) -> None:
-        """Wait until there is work, and do one piece of it."""
+        """Wait for work, and do one piece of it."""
         self._receive()
-        self._snapshots.tend()
+        self._snapshots.write_due()
         if self._draining:
-            self._tell_drained()
+            self._report_drained()
             return
         self._sampling.admit()
         training = bool(self._queues)
@@ -134,25 +134,25 @@ class Host:
             self._interleaving.train(self._train)
 
     def pause(self) -> float | None:
-        """Return for how many seconds `turn` waits if nothing arrives; None is until something does."""
+        """Return the seconds for which `turn` waits without a message; None waits until one arrives."""
         if self._backlog or not self._inbox.empty():
             return 0.0
         busy = not self._draining and (bool(self._queues) or len(self._sampling) > 0)
         return 0.0 if busy else self._snapshots.next()
 
     def receive(self, message: Message) -> None:
-        """Take a message of the service, for the next turn; any thread may call it."""
+        """Queue a message of the service for the next turn; called by any thread."""
         self._inbox.put(message)
 
     def _background(self, work: Callable[[], Published], then: Callable[[Published | Exception], None]) -> None:
         def end(future: Future[Published]) -> None:
-            self._behind -= 1
+            self._background_jobs -= 1
             error = future.exception()
             if error is not None and not isinstance(error, Exception):
                 raise error
             then(error or future.result())
 
-        self._behind += 1
+        self._background_jobs += 1
         self._threads.submit(work).add_done_callback(lambda future: self._inbox.put(lambda: end(future)))
 
     def _read(self) -> None:
@@ -161,14 +161,14 @@ class Host:
         os._exit(0)
 
     def _beat(self) -> None:
-        """Tell the service that this process runs, whatever the other threads do."""
+        """Send heartbeats, independently of the other threads."""
         with contextlib.suppress(LinkClosed):
             while True:
                 self._link.send(Message(messages.ALIVE))
                 time.sleep(_BEAT)
 
     def _receive(self) -> None:
-        """Take what arrived; wait for something if there is nothing else to do."""
+        """Handle all queued messages; wait for one if there is no other work."""
         with contextlib.suppress(queue.Empty):
             if not self._backlog:
                 pause = self.pause()
@@ -179,7 +179,7 @@ class Host:
             self._take(self._backlog.popleft())
 
     def _arrive(self) -> None:
-        """Take what concerns sampling alone; the rest waits for the end of the pass."""
+        """Handle queued sampling requests; other messages wait for the end of the pass."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
@@ -218,28 +218,28 @@ class Host:
         first = tasks[0]
         if first.kind == RESTORE:
             self._interleaving.begin(())
-            self._turns.restore(first)
+            self._runner.restore(first)
         elif first.kind == SNAPSHOT:
             self._snapshots.want(first.queue_id)
         elif first.kind == DETACH:
             self._interleaving.begin(())
             self._detach(first.queue_id)
         else:
-            self._turns.run(tasks)
+            self._runner.run(tasks)
 
     def _detach(self, queue_id: str) -> None:
         if self._snapshots.leave(queue_id):
             self._queues.hold(queue_id)
         else:
             self._snapshots.forget(queue_id)
-            self._left(queue_id)
+            self._detached(queue_id)
 
-    def _left(self, queue_id: str) -> None:
-        self._turns.forget(queue_id)
+    def _detached(self, queue_id: str) -> None:
+        self._runner.forget(queue_id)
         self._queues.release(queue_id)
         self._link.send(Message(messages.DETACHED, {"queue_id": queue_id}))
 
-    def _tell_drained(self) -> None:
-        if self._snapshots.drained and not self._behind and not self._drained:
+    def _report_drained(self) -> None:
+        if self._snapshots.drained and not self._background_jobs and not self._drained:
             self._drained = True
             self._link.send(Message(messages.DRAINED))

@@ -1,6 +1,6 @@
 """The protocol between the API process and the engine process: messages, and the socket that carries them.
 
-A frame is two little-endian uint32 (bytes of the head, bytes of the body), the head (JSON), the body.
+A frame is two little-endian uint32 (bytes of the head, bytes of the body), the head (JSON), and the body.
 The API process reads and writes on its event loop, the engine process on threads.
 """
 
@@ -17,24 +17,24 @@ import orjson
 SIZES = struct.Struct("<II")
 # to the engine                           head beside "type"                                         body
 RUN = "run"  #                            id, queue, number, kind, tenant, tokens, alone, replay      the payload
-#                                         composition: of a replay, as the first DONE had it
-RESTORE = "restore"  #                    queue, folder (None: from nothing)                          -
+#                                         composition: of a replay, as in the first DONE
+RESTORE = "restore"  #                    queue, folder (None: without a snapshot)                    -
 DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
-CANCEL = "cancel"  #                      id of a sample; what trains runs to its end                -
+CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
-DRAIN = "drain"  #                        end the pass that runs, snapshot what changed, then DRAINED -
+DRAIN = "drain"  #                        end the current pass, snapshot changed models, then DRAINED -
 # from the engine
 READY = "ready"  #                        info: fields of ModelInfo                                  -
-BEGIN = "begin"  #                        ids of the operations that are now under way               -
-DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
-#                                         cancelled: True where a CANCEL came in time
-#                                         composition: JSON text, how its passes were composed
-#                                         later: True where a replay may work when there is memory again
-RESTORED = "restored"  #                  queue, error (None: it is there; otherwise why not), later  -
+BEGIN = "begin"  #                        ids of the operations that now run                          -
+DONE = "done"  #                          id, error, category, extra (columns of a checkpoint's row)  the result
+#                                         cancelled: True after a CANCEL in time
+#                                         composition: JSON text, the composition of its passes
+#                                         later: True if a replay may succeed with more free memory
+RESTORED = "restored"  #                  queue, error (None after success), later                    -
 SNAPSHOTTED = "snapshotted"  #            queue, number, folder, digest, size                         -
 DETACHED = "detached"  #                  queue                                                       -
 DRAINED = "drained"  #                    -
-ALIVE = "alive"  #                        -: the process runs; sent every second by a thread of its own
+ALIVE = "alive"  #                        -: heartbeat, sent every second by a separate thread
 PASSED = "passed"  #                      kind, seconds, tokens, padded, tenants, operations, flops  -
 
 
@@ -43,9 +43,9 @@ class Message:
     """One message.
 
     Attributes:
-        type: one of the names of this module.
-        head: what JSON can say.
-        body: bytes that go as they are.
+        type: one of the constants of this module.
+        head: fields, as JSON.
+        body: raw bytes.
     """
 
     type: str
@@ -53,7 +53,7 @@ class Message:
     body: bytes = b""
 
     def pack_head(self) -> bytes:
-        """Return the frame without its body, for bodies that are too large to be copied."""
+        """Return the frame without its body, to avoid copying large bodies."""
         head = orjson.dumps({"type": self.type, **self.head})
         return SIZES.pack(len(head), len(self.body)) + head
 
@@ -73,11 +73,11 @@ _BUFFER = 2**20
 
 
 class LinkClosed(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the link."""
 
 
 class AsyncLink:
-    """The end that lives on an asyncio loop; one task receives, any task sends."""
+    """The service's end, for an asyncio loop; one task receives, any task sends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -85,16 +85,16 @@ class AsyncLink:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "AsyncLink":
-        """Take over a connected socket."""
+        """Wrap a connected socket."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_BUFFER)
         return cls(reader, writer)
 
     def put(self, message: Message) -> None:
-        """Send a message without waiting until there is room; the order of calls is the order of arrival.
+        """Send a message without waiting for buffer space; messages arrive in the order of the calls.
 
         Raises:
-            LinkClosed: the other end is gone.
+            LinkClosed: the other end has closed the link.
         """
         if self._writer.is_closing():
             raise LinkClosed("the engine closed the socket")
@@ -105,10 +105,10 @@ class AsyncLink:
         self._writer.write(message.body)
 
     async def room(self) -> None:
-        """Wait until the other end has taken most of what was sent.
+        """Wait until the buffer has space.
 
         Raises:
-            LinkClosed: the other end is gone.
+            LinkClosed: the other end has closed the link.
         """
         try:
             await self._writer.drain()
@@ -119,7 +119,7 @@ class AsyncLink:
         """Return the next message.
 
         Raises:
-            LinkClosed: the other end is gone.
+            LinkClosed: the other end has closed the link.
         """
         try:
             head, body = SIZES.unpack(await self._reader.readexactly(SIZES.size))
@@ -129,12 +129,12 @@ class AsyncLink:
         return Message.unpack(frame[:head], frame[head:])
 
     def close(self) -> None:
-        """Close the socket; the engine ends when it sees that."""
+        """Close the socket, which ends the engine."""
         self._writer.close()
 
 
 class BlockingLink:
-    """The engine's end: one thread iterates over what arrives, any thread sends."""
+    """The engine's end: one thread iterates over received messages, any thread sends."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -144,14 +144,14 @@ class BlockingLink:
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> "BlockingLink":
-        """Take over a socket by the number of its descriptor, which this process was started with."""
+        """Wrap an inherited socket, given its descriptor."""
         return cls(socket.socket(fileno=descriptor))
 
     def send(self, message: Message) -> None:
-        """Send a message whole, and return when the system has taken it.
+        """Send a message; return when the kernel has accepted all of it.
 
         Raises:
-            LinkClosed: the other end is gone.
+            LinkClosed: the other end has closed the link.
         """
         try:
             with self._lock:
@@ -164,7 +164,7 @@ class BlockingLink:
             raise LinkClosed("the service closed the socket") from error
 
     def __iter__(self) -> Iterator[Message]:
-        """Give messages until the other end is gone; a frame that was cut off is dropped."""
+        """Yield messages until the link is closed; an incomplete frame is dropped."""
         while (sizes := self._read(SIZES.size)) is not None:
             head, body = SIZES.unpack(sizes)
             parts = self._read(head), self._read(body)

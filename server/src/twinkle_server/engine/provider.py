@@ -1,4 +1,4 @@
-"""Which engine serves: a component of kind `engine`, by name or reference."""
+"""Selection of the engine: a component of kind `engine`, by name or reference."""
 
 from twinkle import registry
 from twinkle.errors import ComponentConflict, ComponentNotFound
@@ -6,11 +6,11 @@ from twinkle_registry import check_requirements
 
 
 def engine_name(backend: str | None) -> str:
-    """Return the engine to use: the one that was named, or else the only one that is installed.
+    """Return the name of the engine: the given one, or the only one that is installed.
 
     Raises:
-        ComponentNotFound: no engine was named, and none is installed.
-        ComponentConflict: no engine was named, and several are installed.
+        ComponentNotFound: no engine was given, and none is installed.
+        ComponentConflict: no engine was given, and several are installed.
     """
     if backend is not None:
         return backend
@@ -28,8 +28,8 @@ def engine_name(backend: str | None) -> str:
 def check_installed(backend: str | None) -> None:
     """Check that an engine's requirements are installed, without importing it.
 
-    A reference such as `package.module:Class` or `./file.py:Class` has no manifest, so nothing is known before it is
-    imported.
+    A reference such as `package.module:Class` or `./file.py:Class` has no manifest; nothing can be checked before
+    its import.
 
     Raises:
         ComponentNotFound: no plugin offers the engine.

@@ -1,6 +1,7 @@
-"""What waits in the engine: for each model its operations, in the order in which they were sent.
+"""Queues of the engine: the operations of each model, in the order in which they were sent.
 
-A `Task` is one of them, `Composition` says in which passes it was computed, and `done` and `cancelled` are how it ends.
+A `Task` is an operation or an order of the service; `Composition` records the passes that computed it; `done` and
+`cancelled` report its end.
 """
 
 from collections import deque
@@ -21,8 +22,8 @@ class Composition:
     """Passes in which an operation was computed, in order.
 
     Attributes:
-        passes: what the engine recorded. Of each its number (`pass`), which grows with time and is the same for all
-            operations that shared it; the rest is the engine's own.
+        passes: records of the engine. Each has a number (`pass`), which increases with time and is the same for all
+            operations that shared the pass; its other fields belong to the engine.
     """
 
     passes: Sequence[Mapping[str, Any]]
@@ -33,12 +34,12 @@ class Composition:
         return int(self.passes[0]["pass"])
 
     def dump(self) -> str:
-        """Return it as the log keeps it."""
+        """Serialize it for the log."""
         return orjson.dumps(self.passes).decode()
 
     @classmethod
     def parse(cls, text: str) -> "Composition":
-        """Read what `dump` wrote."""
+        """Parse the output of `dump`."""
         return cls(orjson.loads(text))
 
 
@@ -46,9 +47,9 @@ RESTORE = "restore"
 DETACH = "detach"
 SNAPSHOT = "snapshot"
 ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
-"""What the service itself asks of a queue, in its place among the operations."""
+"""Orders of the service to a queue; they keep their place among the operations."""
 NOBODY = ""
-"""Whose the orders are."""
+"""Tenant of the orders."""
 _arrivals = count()
 
 
@@ -58,16 +59,16 @@ class Task:
 
     Attributes:
         id: of the operation; -1 for an order.
-        queue_id: the model, or the sampling session.
-        number: its place there; -1 for an order.
+        queue_id: the model or sampling session.
+        number: sequence number in the queue; -1 for an order.
         kind: of the operation or order.
-        tenant: whose it is.
-        tokens: what it costs, at least 1.
-        alone: it was under way when an engine died, and shares nothing with others.
-        replay: its result is known, only its effect on the model is wanted.
+        tenant: owner of the operation.
+        tokens: cost, at least 1.
+        alone: whether it must not share a pass, because an engine died while it ran.
+        replay: whether its result is known and only its effect on the model is needed.
         payload: see `operations.Submission`.
-        composition: of a replay, how its passes were composed.
-        order: how many came before it.
+        composition: for a replay, the composition of its passes.
+        order: number of tasks that arrived before.
     """
 
     id: int
@@ -84,7 +85,7 @@ class Task:
 
     @classmethod
     def of_run(cls, message: Message) -> "Task":
-        """Read a RUN."""
+        """Parse a RUN message."""
         head: dict[str, Any] = message.head
         return cls(
             id=head["id"],
@@ -101,18 +102,18 @@ class Task:
 
     @classmethod
     def of_order(cls, message: Message) -> "Task":
-        """Read a RESTORE, DETACH or SNAPSHOT."""
+        """Parse a RESTORE, DETACH or SNAPSHOT message."""
         payload = (message.head.get("folder") or "").encode()
         return cls(-1, message.head["queue_id"], -1, message.type, NOBODY, payload=payload)
 
     @property
     def first_pass(self) -> int | None:
-        """Number of the first of the passes that are to be composed again; None composes them anew."""
+        """Number of the first recorded pass; None without a recorded composition."""
         return None if self.composition is None else self.composition.first
 
     @property
     def fuses(self) -> bool:
-        """Whether it may go through the model with others."""
+        """Whether it may share a forward pass with other tasks."""
         return self.kind in PASSES and not self.alone
 
     @property
@@ -130,35 +131,35 @@ def done(
 
 
 def cancelled(operation: int) -> Message:
-    """Return the message that an operation ended because nobody wanted it."""
+    """Return the message that an operation was cancelled."""
     head = {"id": operation, "error": "cancelled", "category": "user", "extra": {}, "cancelled": True}
     return Message(messages.DONE, head)
 
 
 class TaskQueues:
-    """Queues of tasks by model; a queue that is held gives nothing."""
+    """Queues of tasks by model; a queue can be held."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Task]] = {}
         self._held: set[str] = set()
 
     def add(self, task: Task) -> None:
-        """Put a task at the end of its queue."""
+        """Append a task to its queue."""
         self._waiting.setdefault(task.queue_id, deque()).append(task)
 
     def heads(self) -> Iterator[Task]:
-        """Give what is next in each queue that has something and is not held."""
+        """Yield the first task of each queue that is not held."""
         return (tasks[0] for queue_id, tasks in self._waiting.items() if queue_id not in self._held)
 
     def run_up(self, queue_id: str) -> Iterator[Task]:
-        """Give a queue's tasks up to the first that does not fuse, or whose passes are to be composed again.
+        """Yield the tasks of a queue before the first that does not fuse or has a recorded composition.
 
-        The queue must not change meanwhile.
+        The queue must not change during the iteration.
         """
         return takewhile(lambda task: task.fuses and task.first_pass is None, self._waiting[queue_id])
 
     def take(self, task: Task) -> Task:
-        """Remove a task, which is the next of its queue."""
+        """Remove a task, which must be the first of its queue."""
         tasks = self._waiting[task.queue_id]
         if tasks[0] is not task:
             raise RuntimeError(f"operation {task.id} is not the next one of its queue")
@@ -168,7 +169,7 @@ class TaskQueues:
         return task
 
     def hold(self, queue_id: str) -> None:
-        """Give nothing of a queue until it is released."""
+        """Withhold the tasks of a queue until `release`."""
         self._held.add(queue_id)
 
     def release(self, queue_id: str) -> None:
@@ -179,5 +180,5 @@ class TaskQueues:
         return sum(len(tasks) for tasks in self._waiting.values())
 
     def __bool__(self) -> bool:
-        """Whether a queue that is not held has a task."""
+        """Whether any queue that is not held has a task."""
         return any(queue_id not in self._held for queue_id in self._waiting)

@@ -1,4 +1,4 @@
-"""Looks from time to time whether plugins that this engine uses were revoked, on a thread of its own."""
+"""Periodic check for revoked plugins, on a separate thread."""
 
 import logging
 import threading
@@ -11,11 +11,11 @@ _log = logging.getLogger(__name__)
 
 
 class RevocationWatch:
-    """Drops plugins that policy or revocation lists forbid.
+    """Drops plugins that the policy or a revocation list forbids.
 
     Args:
-        every: seconds from one look to the next.
-        dropped: called on that thread after plugins were dropped.
+        every: interval in seconds.
+        dropped: called on this thread after plugins were dropped.
     """
 
     def __init__(self, every: float, dropped: Callable[[], object]) -> None:
@@ -24,11 +24,11 @@ class RevocationWatch:
         self._known: list[str] = []
 
     def start(self) -> None:
-        """Look now and from time to time, while the process lives."""
+        """Start the thread, which checks immediately and then periodically."""
         threading.Thread(target=self._run, name="revocations", daemon=True).start()
 
     def look(self) -> None:
-        """Drop what is forbidden now; what is wrong with a list is logged once, and the last good list counts."""
+        """Drop forbidden plugins; each problem of a list is logged once, and its last valid version is used."""
         dropped, problems = registry().drop_forbidden(self._every / 2)
         for problem in problems:
             if problem not in self._known:
@@ -43,6 +43,6 @@ class RevocationWatch:
         while True:
             try:
                 self.look()
-            except Exception:  # whatever it is, code that is revoked later must still be dropped
+            except Exception:  # the thread must survive any error, to drop plugins that are revoked later
                 _log.exception("cannot check for revoked plugins; retrying")
             time.sleep(self._every)

@@ -1,4 +1,4 @@
-"""Runs the operations that the scheduler selected, writes checkpoints, and reports results to the service."""
+"""Runs the operations selected by the scheduler, writes checkpoints, and reports results to the service."""
 
 import math
 from collections import deque
@@ -22,25 +22,25 @@ from twinkle_server.operations import PASSES, Create, Load, OptimStep, Save
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2
-"""Copies that may be in memory; who saves while so many are being written waits, and its queue with it."""
+"""Maximum number of copies in memory; further saves wait, together with their queues."""
 
 
 class End(Protocol):
-    """Reports how an operation ended."""
+    """Reports the end of an operation."""
 
     def __call__(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
-        """See the class."""
+        """Report the result or the error of a task."""
 
 
 class Saves:
-    """Saves models; a queue is held until its checkpoint is on the disk, and the others go on.
+    """Saves models; a queue is held until its checkpoint is on disk, while other queues continue.
 
     Args:
-        executor: has the models.
-        sources: knows where checkpoints are.
-        waiting: queues.
-        background: runs a function on a thread, and then another on this one.
-        end: see `End`.
+        executor: holds the models.
+        sources: locates checkpoints.
+        waiting: the queues.
+        background: runs a function on a thread, and then a second one on the main thread.
+        end: reports the end of a save.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Saves:
         self._writing = 0
 
     def add(self, task: Task) -> None:
-        """Save a model as it is now."""
+        """Save the current state of a model."""
         self._waiting.hold(task.queue_id)
         self._queue.append(task)
-        self._begin_what_fits()
+        self._start_saves()
 
-    def _begin_what_fits(self) -> None:
+    def _start_saves(self) -> None:
         while self._queue and self._writing < TOGETHER:
             task = self._queue.popleft()
             try:
@@ -65,7 +65,7 @@ class Saves:
             except EngineFault:
                 raise
             except Exception as error:
-                self._over(task, error)
+                self._finish(task, error)
 
     def _begin(self, task: Task) -> None:
         save = Save.parse(task.payload)
@@ -77,16 +77,16 @@ class Saves:
         def saved(published: files.Published | Exception) -> None:
             self._writing -= 1
             if isinstance(published, Exception):
-                self._over(task, published)
+                self._finish(task, published)
             else:
                 self._sources.trust(save.folder)
-                self._over(task, b"{}", {"size_bytes": published.size, **row, "digest": published.digest})
-            self._begin_what_fits()
+                self._finish(task, b"{}", {"size_bytes": published.size, **row, "digest": published.digest})
+            self._start_saves()
 
         self._writing += 1
         self._background(lambda: files.publish(place, copy.write, {"kind": save.kind, "number": task.number}), saved)
 
-    def _over(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
+    def _finish(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
         self._waiting.release(task.queue_id)
         self._end(task, result, extra)
 
@@ -95,21 +95,21 @@ _REMEMBERED = 4096
 
 
 class Sources:
-    """Folders of checkpoints; each is compared with its manifest once.
+    """Folders of checkpoints; each is verified once.
 
     Args:
-        data: the data directory, below which they all are.
+        data: the data directory.
     """
 
     def __init__(self, data: Path) -> None:
         self._data = data
-        self._sound: dict[str, None] = {}
+        self._verified: dict[str, None] = {}
 
     def place(self, folder: str) -> Path:
-        """Return where a folder of that relative name is, or will be.
+        """Return the path of a folder, whether or not it exists.
 
         Raises:
-            ValueError: it is no relative name below the data directory.
+            ValueError: `folder` is not a relative path inside the data directory.
         """
         path = PurePosixPath(folder)
         if not folder or path.is_absolute() or ".." in path.parts:
@@ -117,36 +117,36 @@ class Sources:
         return self._data / path
 
     def __call__(self, folder: str | None) -> Path | None:
-        """Return a checkpoint's folder; None is none.
+        """Return the path of a checkpoint after verifying it; None stays None.
 
         Raises:
-            Damaged: it is not what was published.
+            Damaged: it differs from what was published.
         """
         if folder is None:
             return None
         place = self.place(folder)
-        if folder not in self._sound:
+        if folder not in self._verified:
             files.verify(place)
             self.trust(folder)
         return place
 
     def trust(self, folder: str) -> None:
-        """Say that a folder is what was published; it is not read for that again."""
-        self._sound[folder] = None
-        if len(self._sound) > _REMEMBERED:
-            del self._sound[next(iter(self._sound))]
+        """Mark a folder as verified."""
+        self._verified[folder] = None
+        if len(self._verified) > _REMEMBERED:
+            del self._verified[next(iter(self._verified))]
 
 
 class OperationRunner:
-    """Executes the operations that the scheduler selected.
+    """Executes the operations selected by the scheduler.
 
     Args:
         executor: computes.
-        sources: finds checkpoints.
-        snapshots: is told what was applied.
-        waiting: queues; one whose checkpoint is on its way to the disk is held.
-        background: runs a function on a thread, and then another on this one.
-        interleaving: is told what is under way; its clock stands still while others work.
+        sources: locates checkpoints.
+        snapshots: follows the state of the models.
+        waiting: the queues; a queue is held while its checkpoint is written.
+        background: runs a function on a thread, and then a second one on the main thread.
+        interleaving: reports which operations run, and measures their time without sampling.
         report: sends a message to the service.
     """
 
@@ -167,12 +167,12 @@ class OperationRunner:
         self._broken: set[str] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Do the tasks of a turn.
+        """Run the tasks of a turn.
 
         Raises:
-            EngineFault: the process must end; what was done was reported.
+            EngineFault: the process must end; finished tasks were reported.
         """
-        tasks = [task for task in tasks if not self._skips(task)]
+        tasks = [task for task in tasks if not self._end_without_turn(task)]
         if not tasks:
             return
         kind = tasks[0].kind
@@ -191,30 +191,30 @@ class OperationRunner:
         self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
-        """Do a RESTORE; where memory or descriptors are lacking, the service asks for it again later."""
+        """Run a RESTORE; if memory or file descriptors are exhausted, the service retries it later."""
         error: Exception | None = None
         try:
             self._executor.remove(task.queue_id)
             self._snapshots.forget(task.queue_id)
             self._broken.discard(task.queue_id)
             if folder := task.payload.decode():
-                self._snapshots.there(task.queue_id, self._restored(task.queue_id, folder))
+                self._snapshots.register(task.queue_id, self._restored(task.queue_id, folder))
         except EngineFault:
             raise
         except Exception as caught:
             error = caught
-            self._lose(task.queue_id)
-        words = None if error is None else f"{type(error).__name__}: {error}"
+            self._mark_broken(task.queue_id)
+        reason = None if error is None else f"{type(error).__name__}: {error}"
         later = {"later": True} if is_passing(error) else {}
-        self._report(Message(messages.RESTORED, {"queue_id": task.queue_id, "error": words} | later))
+        self._report(Message(messages.RESTORED, {"queue_id": task.queue_id, "error": reason} | later))
 
     def forget(self, queue_id: str) -> None:
         """Free a model's memory."""
         self._executor.remove(queue_id)
         self._broken.discard(queue_id)
 
-    def _lose(self, queue_id: str) -> None:
-        """Let nothing run on a model that is not what it was, and keep no snapshot of it."""
+    def _mark_broken(self, queue_id: str) -> None:
+        """Mark the state of a model as unusable: no operation runs on it, and no snapshot of it is kept."""
         self._snapshots.forget(queue_id)
         self._broken.add(queue_id)
 
@@ -222,16 +222,16 @@ class OperationRunner:
         place = self._sources.place(folder)
         facts = files.verify(place).facts
         if facts.get("lane") != queue_id or not isinstance(facts.get("number"), int):
-            raise files.Damaged(f"{place.name} is no snapshot of this model")
+            raise files.Damaged(f"{place.name} is not a snapshot of this model")
         self._executor.restore(queue_id, place)
         return int(facts["number"])
 
-    def _skips(self, task: Task) -> bool:
-        """End a task that needs no turn."""
+    def _end_without_turn(self, task: Task) -> bool:
+        """End a task that needs no turn, and return whether it did."""
         if task.queue_id in self._broken:
             self._end(task, Lost())
             return True
-        if task.replay and task.kind in ("forward", "save"):  # they change nothing, and their results are known
+        if task.replay and task.kind in ("forward", "save"):  # they change no state, and their results are known
             self._end(task, b"")
             return True
         return False
@@ -240,11 +240,11 @@ class OperationRunner:
         self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None,
         composition: Composition | None = None,
     ) -> None:  # fmt: skip
-        """Report how a task ended, and that its number is used."""
+        """Report the end of a task, and count its number as applied."""
         if isinstance(result, EngineFault):
             raise result
         if task.replay and isinstance(result, Exception):
-            self._lose(task.queue_id)
+            self._mark_broken(task.queue_id)
         self._snapshots.applied(task)
         self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
 
@@ -257,7 +257,7 @@ class OperationRunner:
         except Exception as error:
             if len(tasks) > 1:
                 return self._halves(tasks)
-            if is_out_of_memory(error) and not again:  # what others held a moment ago may be free
+            if is_out_of_memory(error) and not again:  # memory of other tasks may be free now
                 return self._passes(tasks, again=True)
             results, cost = [error], Cost()
         reach("engine.after_pass")
@@ -267,7 +267,7 @@ class OperationRunner:
         return cost
 
     def _halves(self, tasks: Sequence[Task]) -> Cost:
-        """Do a pass in two: for want of memory, or to find the operation that it cannot be done with."""
+        """Run a pass in two halves, because memory was exhausted or to isolate the operation that fails."""
         middle = len(tasks) // 2
         first, second = self._passes(tasks[:middle]), self._passes(tasks[middle:])
         return Cost(first.tokens + second.tokens, first.padded + second.padded, first.flops + second.flops)
@@ -320,7 +320,7 @@ class OperationRunner:
         if task.kind == "create":
             create = Create.parse(task.payload)
             self._executor.create(task.queue_id, create, self._sources(create.source))
-            self._snapshots.there(task.queue_id, task.number)
+            self._snapshots.register(task.queue_id, task.number)
         elif task.kind == "load":
             load = Load.parse(task.payload)
             source = self._sources(load.source)
@@ -346,6 +346,6 @@ class OperationRunner:
         self._report(Message(messages.PASSED, head))
 
 
-def _metrics(found: Mapping[str, float]) -> bytes:
-    """Write an optimizer step's metrics; JSON has no word for those that are not finite, and clients expect numbers."""
-    return orjson.dumps({"metrics": {name: value for name, value in found.items() if math.isfinite(value)}})
+def _metrics(values: Mapping[str, float]) -> bytes:
+    """Serialize the metrics of an optimizer step; values that are not finite are dropped, since JSON has none."""
+    return orjson.dumps({"metrics": {name: value for name, value in values.items() if math.isfinite(value)}})

@@ -1,4 +1,4 @@
-"""Sampling requests: read and checked, submitted to the engine, and their results as the wire has them."""
+"""Sampling requests: validation, submission to the engine, and serialization of their results."""
 
 import math
 from collections import OrderedDict
@@ -18,9 +18,9 @@ from twinkle_server.wire import codec
 from twinkle_server.wire.codec import MAX_CELLS, Array, SampledPrompt, SampledText, Sparse, TopK
 
 KEPT_BYTES = 512 * 2**20
-"""Weights that no request samples from stay in memory up to this size."""
+"""Maximum size of unused weights that stay in memory, in bytes."""
 _MOST_ALTERNATIVES: Final = 1024
-"""Of one position: what is asked for beyond the token itself."""
+"""Maximum number of alternatives per position."""
 _SEEDS: Final = 2**63
 
 
@@ -29,10 +29,10 @@ class Sampled:
     """A sampling request that has ended.
 
     Attributes:
-        key: what it was submitted under.
-        result: a serialized `SampleResponse`; None if it failed.
-        error: why it failed.
-        tokens: number of tokens that were sampled.
+        key: the key of the request.
+        result: a serialized `SampleResponse`; None after a failure.
+        error: why the request failed.
+        tokens: number of sampled tokens.
     """
 
     key: int
@@ -72,12 +72,12 @@ class Samples:
         """Submit a request.
 
         Args:
-            key: under which `decode` and `cancel` know it.
+            key: identifies the request in `decode` and `cancel`.
             sample: the request.
-            source: folder of the adapter's checkpoint; None is the base model.
+            source: folder of the adapter's checkpoint; None for the base model.
 
         Raises:
-            UserError: the request is wrong.
+            UserError: the request is invalid.
         """
         params, targets = read_sample(sample, self._info)
         version = None if source is None else self._versions.take(source)
@@ -90,14 +90,14 @@ class Samples:
         self._running[key] = _Running(sample, request, targets, source)
 
     def decode(self) -> list[Sampled]:
-        """Take one step of sampling; return the requests that have ended."""
+        """Run one decode step; return the requests that have ended."""
         if not self._running:
             return []
         self._engine.decode()
         return [self._ended(key) for key, running in list(self._running.items()) if running.request.done]
 
     def cancel(self, key: int) -> None:
-        """Cancel a request; no-op if there is none."""
+        """Cancel a request; no-op if it has ended."""
         if key in self._running:
             self._pop(key).request.cancel()
 
@@ -111,7 +111,7 @@ class Samples:
         running = self._pop(key)
         try:
             response = running.request.result()
-            return Sampled(key, _answer(response, running), tokens=sum(len(s.tokens) for s in response.sequences))
+            return Sampled(key, _response(response, running), tokens=sum(len(s.tokens) for s in response.sequences))
         except Exception as error:
             running.request.cancel()
             return Sampled(key, None, public_error(error))
@@ -119,20 +119,20 @@ class Samples:
 
 @dataclass(slots=True)
 class _Version:
-    """Weights, and how many requests sample from them."""
+    """Weights, and the number of requests that use them."""
 
     version: AdapterVersion
     users: int
 
 
 class Versions:
-    """Weights of checkpoints, read once and kept while a request samples from them.
+    """Weights of checkpoints, read once and kept while a request uses them.
 
-    Every checkpoint has a folder of its own, whose files never change.
+    Every checkpoint has its own folder, whose files never change.
 
     Args:
         engine: reads them.
-        kept: size of unused weights that stay in memory, in bytes.
+        kept: maximum size of unused weights that stay in memory, in bytes.
     """
 
     def __init__(self, engine: Engine, kept: int = KEPT_BYTES) -> None:
@@ -140,10 +140,10 @@ class Versions:
         self._versions: OrderedDict[Path, _Version] = OrderedDict()
 
     def take(self, folder: Path) -> AdapterVersion:
-        """Return the weights in a folder, and count one more user of them.
+        """Return the weights in a folder, and add one user.
 
         Raises:
-            UserError: the checkpoint is gone or damaged, or belongs to another model.
+            UserError: the checkpoint was deleted, is damaged, or belongs to another model.
         """
         if folder not in self._versions:
             self._versions[folder] = _Version(self._read(folder), 0)
@@ -153,7 +153,7 @@ class Versions:
         return entry.version
 
     def release(self, folder: Path) -> None:
-        """Count one user less."""
+        """Remove one user."""
         self._versions[folder].users -= 1
         unused = [(path, entry) for path, entry in self._versions.items() if not entry.users]
         size = sum(entry.version.nbytes for _, entry in unused)
@@ -180,10 +180,10 @@ class Versions:
 
 
 def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array | Sparse | None]:
-    """Return a request as the sampler's parameters, and the layout of its targets.
+    """Return the parameters of a request for the engine, and the layout of its targets.
 
     Raises:
-        UserError: a value makes no sense, or the context is too short.
+        UserError: a value is invalid, or the context is too short.
     """
     _check_lengths(sample, info)
     _check_numbers(sample)
@@ -218,14 +218,14 @@ def _check_lengths(sample: Sample, info: ModelInfo) -> None:
     for token in sample.tokens:
         if not 0 <= token < info.vocabulary:
             raise UserError(f"prompt tokens must be between 0 and {info.vocabulary - 1}, got {token}")
-    left = info.context - length
-    if left < 1:
+    remaining = info.context - length
+    if remaining < 1:
         raise UserError(f"the prompt must have at most {info.context} tokens (the model's context), got {length}")
     if sample.max_tokens is not None and sample.max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {sample.max_tokens}")
-    if sample.max_tokens is not None and sample.max_tokens > left:
+    if sample.max_tokens is not None and sample.max_tokens > remaining:
         raise UserError(
-            f"max_tokens must be at most {left} for a prompt of {length} tokens (the model's context is "
+            f"max_tokens must be at most {remaining} for a prompt of {length} tokens (the model's context is "
             f"{info.context}), got {sample.max_tokens}"
         )
 
@@ -249,8 +249,8 @@ def _check_numbers(sample: Sample) -> None:
         ("prompt_alt_tokens_k", sample.alternatives),
     ):
         checks[name] = (count, 0 <= count <= _MOST_ALTERNATIVES, alternatives)
-    for name, (value, good, allowed) in checks.items():
-        if not good:
+    for name, (value, valid, allowed) in checks.items():
+        if not valid:
             raise UserError(f"{name} must be {allowed}, got {value}")
 
 
@@ -273,14 +273,14 @@ def _stop(stop: list[Any] | None, info: ModelInfo) -> list[Any] | None:
 
 
 def _targets(sample: Sample, info: ModelInfo) -> Array | Sparse:
-    """Return the tokens to score, dense or sparse as they came; -1 asks for nothing."""
-    given = sample.targets or {}
+    """Return the tokens to score, dense or sparse as requested; -1 marks an empty cell."""
+    request = sample.targets or {}
     try:
-        found = _read_targets(given)
+        targets = _read_targets(request)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"cannot read target_prompt_logprobs: {error}") from error
-    rows, least = found.shape[0], 0 if isinstance(found, Sparse) else -1
-    values = found.values if isinstance(found, Sparse) else found
+    rows, least = targets.shape[0], 0 if isinstance(targets, Sparse) else -1
+    values = targets.values if isinstance(targets, Sparse) else targets
     if rows > len(sample.tokens):
         raise UserError(f"target_prompt_logprobs must have one row per prompt token ({len(sample.tokens)}), got {rows}")
     if values.size and not ((values >= min(least, -1)) & (values < info.vocabulary)).all():
@@ -288,17 +288,17 @@ def _targets(sample: Sample, info: ModelInfo) -> Array | Sparse:
         raise UserError(
             f"tokens in target_prompt_logprobs must be between 0 and {info.vocabulary - 1}, or -1 for none, got {wrong}"
         )
-    return found
+    return targets
 
 
-def _read_targets(given: dict[str, Any]) -> Array | Sparse:
-    shape = tuple(int(size) for size in given["shape"])
-    values = np.asarray(given["data"], dtype=np.int64).reshape(-1)
-    if given.get("sparse_crow_indices") is not None:
+def _read_targets(request: dict[str, Any]) -> Array | Sparse:
+    shape = tuple(int(size) for size in request["shape"])
+    values = np.asarray(request["data"], dtype=np.int64).reshape(-1)
+    if request.get("sparse_crow_indices") is not None:
         if len(shape) != 2:
             raise ValueError(f"a sparse array must have two dimensions, got the shape {list(shape)}")
-        rows = np.asarray(given["sparse_crow_indices"], dtype=np.int64)
-        columns = np.asarray(given["sparse_col_indices"], dtype=np.int64)
+        rows = np.asarray(request["sparse_crow_indices"], dtype=np.int64)
+        columns = np.asarray(request["sparse_col_indices"], dtype=np.int64)
         return Sparse(values, rows, columns, (shape[0], shape[1]))
     if len(shape) not in (1, 2) or math.prod(shape) != len(values):
         raise ValueError(f"the shape must have one or two dimensions and {len(values)} values, got {list(shape)}")
@@ -306,7 +306,7 @@ def _read_targets(given: dict[str, Any]) -> Array | Sparse:
 
 
 def _dense(targets: Array | Sparse) -> Array:
-    """Return the targets as rows of equal length, -1 where nothing is asked; a sparse row keeps its order."""
+    """Return the targets as rows of equal length, padded with -1; a sparse row keeps its order."""
     if not isinstance(targets, Sparse):
         return targets.reshape(len(targets), -1)
     counts = np.diff(targets.rows)
@@ -319,29 +319,29 @@ def _dense(targets: Array | Sparse) -> Array:
 
 
 def like_targets(scores: Array, targets: Array | Sparse) -> Array | Sparse:
-    """Return scores `[N, K]` of `_dense(targets)` in the layout of the question."""
+    """Return scores `[N, K]` of `_dense(targets)` in the layout of `targets`."""
     if not isinstance(targets, Sparse):
         return scores.reshape(targets.shape)
     counts = np.diff(targets.rows)
-    mine = np.arange(scores.shape[1]) < counts[:, None]
-    return Sparse(scores[mine].astype(np.float32), targets.rows, targets.columns, targets.shape)
+    filled = np.arange(scores.shape[1]) < counts[:, None]
+    return Sparse(scores[filled].astype(np.float32), targets.rows, targets.columns, targets.shape)
 
 
-def _answer(response: SampleResponse, running: _Running) -> bytes:
+def _response(response: SampleResponse, running: _Running) -> bytes:
     sample, length = running.sample, len(running.sample.tokens)
-    wanted = running.targets
+    targets = running.targets
     prompt = SampledPrompt(
         logprobs=_floats(response.prompt_logprobs or [None] * length) if _scores_prompt(sample) else None,
         topk=_topk(response.topk_prompt_logprobs or [None] * length, sample.topk_prompt_logprobs),
         hits=response.cached_tokens,
-        targets=None if wanted is None else like_targets(_scores(response.prompt_target_logprobs, wanted), wanted),
+        targets=None if targets is None else like_targets(_scores(response.prompt_target_logprobs, targets), targets),
         alternatives=_drawn(response.prompt_draws, sample.alternatives, length),
     )
     return codec.sample_response([_text(sequence, sample) for sequence in response.sequences], prompt)
 
 
 def _scores_prompt(sample: Sample) -> bool:
-    """Return whether a request asks for the prompt's log-probabilities: to ask for the likeliest tokens does so too."""
+    """Return whether a request needs the log-probabilities of its prompt; the most likely tokens need them, too."""
     return sample.prompt_logprobs or sample.topk_prompt_logprobs > 0
 
 
@@ -371,8 +371,8 @@ def _floats(values: Sequence[float | None]) -> Any:
     return np.asarray([np.nan if value is None else value for value in values], np.float32)
 
 
-def _scores(values: Sequence[Sequence[float | None]] | None, wanted: Array | Sparse) -> Array:
-    rows = wanted.shape[0]
+def _scores(values: Sequence[Sequence[float | None]] | None, targets: Array | Sparse) -> Array:
+    rows = targets.shape[0]
     if values is None or len(values) != rows:
         raise RuntimeError(f"expected {rows} rows of target log-probabilities, got {len(values or [])}")
     return np.asarray([[np.nan if v is None else v for v in row] for row in values], np.float32).reshape(rows, -1)

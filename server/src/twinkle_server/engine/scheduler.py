@@ -1,6 +1,6 @@
-"""What the engine does next: which operations share a turn, how large a pass is, and when a decode step is due.
+"""Scheduling in the engine: which operations share a turn, how large a pass is, and when a decode step is due.
 
-Sampling requests are decoded together, fairly admitted, and alone where they were under way in a crash (`Sampling`).
+Sampling requests are decoded together and admitted fairly; those that ran in a crash run alone (`Sampling`).
 """
 
 import heapq
@@ -21,36 +21,36 @@ from twinkle_server.engine.samples import Sampled
 from twinkle_server.operations import Sample
 
 STEPS = 16
-"""Models whose optimizers step together."""
+"""Maximum number of models in a fused optimizer step."""
 _LARGEST = 2**20
 
 
 class Alternation:
-    """Whose turn it is while training and sampling both have work.
+    """Divides time between training and sampling when both have work.
 
-    Each gets half of the time; but a decode step waits no longer than it may, whatever steps before it took.
+    Each gets half of the time, but a decode step waits at most `seconds`, whatever the steps before it took.
 
     Args:
-        seconds: that a decode step may wait for training.
+        seconds: maximum time that a decode step waits for training.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._balance = 0.0
         self._waited = 0.0  # since the last decode step
-        self._last = 0.0  # what training took the last time; it will take about as long again
+        self._last = 0.0  # duration of the last training turn, used to predict the next
 
     def decodes(self, training: bool, sampling: bool) -> bool:
-        """Return whether a decode step is next rather than training; one of the two has work."""
+        """Return whether a decode step, not training, is next; at least one of them has work."""
         if not (training and sampling):
             self._balance = self._waited = 0.0
             return sampling
         return self._balance >= 0.0 or (self._waited > 0.0 and self._waited + self._last > self._seconds)
 
     def took(self, seconds: float, decoding: bool) -> None:
-        """Take into account how long something took."""
+        """Record the duration of a decode step or a training turn."""
         if decoding:
-            self._balance = max(-self._seconds, self._balance - seconds)  # more is never made up for
+            self._balance = max(-self._seconds, self._balance - seconds)  # a larger deficit is forgiven
             self._waited = 0.0
         else:
             self._balance += seconds
@@ -59,21 +59,21 @@ class Alternation:
 
 
 class DeficitRoundRobin:
-    """Fills passes so that tenants who want more than there is get the same number of tokens.
+    """Fills passes so that tenants with more work than fits get the same number of tokens.
 
-    Each round gives every tenant the same number of tokens to spend; what it cannot spend yet is kept for the next
-    pass, and what it did not want is lost (Shreedhar and Varghese, 1995).
+    Each round gives every tenant the same quantum of tokens; what it cannot spend yet is kept for the next pass, and
+    what it does not need is dropped (Shreedhar and Varghese, 1995).
     """
 
     def __init__(self) -> None:
         self._deficits: dict[str, int] = {}
 
     def fill(self, queues: Mapping[str, "TenantQueue"], budget: int) -> list[Task]:
-        """Take tasks from queues that are not empty; an operation above the budget is taken alone."""
-        self._forget_all_but(queues)
+        """Take tasks from non-empty queues; an operation above the budget is taken alone."""
+        self._keep_only(queues)
         quantum = max(1, budget // len(queues))
-        chosen: list[Task] = []
-        room = budget
+        selected: list[Task] = []
+        left = budget
         waiting = {tenant: queues[tenant] for tenant in self._deficits}
         while waiting:
             moved = False
@@ -81,57 +81,57 @@ class DeficitRoundRobin:
                 if self._deficits[tenant] < queue.next.tokens:
                     self._deficits[tenant] += quantum
                 while queue and queue.next.tokens <= self._deficits[tenant]:
-                    if chosen and queue.next.tokens > room:
-                        self._begin_with(tenant)
-                        return chosen
+                    if selected and queue.next.tokens > left:
+                        self._start_next_with(tenant)
+                        return selected
                     task = queue.take()
-                    chosen.append(task)
+                    selected.append(task)
                     self._deficits[tenant] -= task.tokens
-                    room -= task.tokens
+                    left -= task.tokens
                     moved = True
                 if not queue:
                     del waiting[tenant], self._deficits[tenant]
-            if chosen and all(queue.next.tokens > room for queue in waiting.values()):
+            if selected and all(queue.next.tokens > left for queue in waiting.values()):
                 break
             if not moved:
-                self._save_up(waiting, quantum)
-        return chosen
+                self._skip_rounds(waiting, quantum)
+        return selected
 
-    def _forget_all_but(self, queues: Mapping[str, "TenantQueue"]) -> None:
+    def _keep_only(self, queues: Mapping[str, "TenantQueue"]) -> None:
         kept = {tenant: deficit for tenant, deficit in self._deficits.items() if tenant in queues}
         self._deficits = kept | {tenant: 0 for tenant in queues if tenant not in kept}
 
-    def _begin_with(self, tenant: str) -> None:
-        """Let the next pass begin with a tenant for whom this one had no room."""
+    def _start_next_with(self, tenant: str) -> None:
+        """Start the next pass with a tenant whose task did not fit into this one."""
         tenants = list(self._deficits)
         place = tenants.index(tenant)
         self._deficits = {name: self._deficits[name] for name in tenants[place:] + tenants[:place]}
 
-    def _save_up(self, waiting: Mapping[str, "TenantQueue"], quantum: int) -> None:
-        """Skip the rounds in which nobody could take anything."""
+    def _skip_rounds(self, waiting: Mapping[str, "TenantQueue"], quantum: int) -> None:
+        """Skip rounds in which no tenant could take a task."""
         rounds = min(-(-(queue.next.tokens - self._deficits[name]) // quantum) for name, queue in waiting.items()) - 1
         for name in waiting:
             self._deficits[name] += max(0, rounds) * quantum
 
 
 class TenantQueue:
-    """What of a tenant may go into the next pass: its queues in turns, each in order."""
+    """The tasks of a tenant that may share the next pass: its queues in turn, each in order."""
 
     def __init__(self) -> None:
         self._queues: list[tuple[int, int, Task, Iterator[Task]]] = []
 
     def add(self, tasks: Iterator[Task]) -> None:
-        """Add a queue, whose first task is there."""
+        """Add a non-empty queue."""
         task = next(tasks)
         heapq.heappush(self._queues, (0, task.order, task, tasks))
 
     @property
     def next(self) -> Task:
-        """The task that `take` gives."""
+        """The task that `take` returns."""
         return self._queues[0][2]
 
     def take(self) -> Task:
-        """Remove a task; the queue of which least was taken is next."""
+        """Remove a task; the queue with the fewest tokens taken is next."""
         taken, _, task, rest = self._queues[0]
         following = next(rest, None)
         if following is None:
@@ -145,10 +145,12 @@ class TenantQueue:
 
 
 class Scheduler:
-    """Chooses the tasks of the next turn. In a round each tenant has one turn alone, each queue one step, and one pass.
+    """Selects the tasks of the next turn.
+
+    A round is one unshared task per tenant, one step per queue, and one pass.
 
     Args:
-        queues: what waits.
+        queues: the waiting tasks.
     """
 
     def __init__(self, queues: TaskQueues) -> None:
@@ -156,20 +158,20 @@ class Scheduler:
         self._passes = DeficitRoundRobin()
         self._served: set[str] = set()
         self._stepped: set[str] = set()
-        self._repeated = False  # the last passes were composed again
+        self._repeated = False  # the last turn repeated recorded passes
 
     def next(self, budget: int, steps: int = STEPS) -> list[Task]:
-        """Take the tasks of the next turn out of the queues; empty if nothing can be done.
+        """Take the tasks of the next turn out of the queues; empty if none can run.
 
-        They are several passes, in the order of each queue; or several optimizer steps, one a queue; or one task.
+        They are passes, in the order of each queue; or optimizer steps, one per queue; or a single task.
 
         Args:
-            budget: tokens that passes may have together.
-            steps: models whose optimizers may step together.
+            budget: maximum number of tokens of the passes together.
+            steps: maximum number of optimizer steps.
         """
         heads = list(self._queues.heads())
         for _ in range(2):
-            if tasks := self._single(heads) or self._steps(heads, steps):
+            if tasks := self._alone(heads) or self._steps(heads, steps):
                 return tasks
             tasks = self._pass(heads, budget)
             self._served.clear()
@@ -178,8 +180,8 @@ class Scheduler:
                 return tasks
         return []
 
-    def _single(self, heads: list[Task]) -> list[Task]:
-        """Return the oldest task that shares its turn with none, of a tenant that had none in this round."""
+    def _alone(self, heads: list[Task]) -> list[Task]:
+        """Return the oldest task that must run alone, of a tenant without such a task in this round."""
         candidates = (task for task in heads if not task.fuses and not task.steps and task.tenant not in self._served)
         oldest = min(candidates, key=lambda task: task.order, default=None)
         if oldest is None:
@@ -199,31 +201,31 @@ class Scheduler:
                 queues.setdefault(task.tenant, TenantQueue()).add(self._queues.run_up(task.queue_id))
         again = [] if self._repeated and queues else _earliest(heads)
         self._repeated = bool(again)
-        chosen = again or (self._passes.fill(queues, budget) if queues else [])
-        return [self._queues.take(task) for task in chosen]
+        selected = again or (self._passes.fill(queues, budget) if queues else [])
+        return [self._queues.take(task) for task in selected]
 
 
 def _earliest(heads: list[Task]) -> list[Task]:
-    """Return the tasks that shared the earliest of the passes that are to be composed again."""
+    """Return the tasks that share the earliest recorded pass."""
     recorded = [task for task in heads if task.fuses and task.first_pass is not None]
     earliest = min((task.first_pass for task in recorded if task.first_pass is not None), default=None)
     return [task for task in recorded if task.first_pass == earliest]
 
 
 TOGETHER = 256
-"""Sequences that the engine samples at once. Of the waiting requests, one of the tenant with the fewest is next."""
+"""Maximum number of sequences sampled at once. The next request is of the tenant with the fewest sequences."""
 
 
 class Sampling:
-    """The requests that wait or run.
+    """The sampling requests that wait or run.
 
     Args:
         executor: decodes.
-        source: gives the folder of a checkpoint, checked.
+        source: returns the verified folder of a checkpoint.
         report: sends messages to the service.
 
     Attributes:
-        begins: called with a request right before the engine is given it, which takes memory.
+        begins: called with a request just before it is submitted to the engine, which takes memory.
     """
 
     def __init__(
@@ -232,19 +234,19 @@ class Sampling:
         self.begins: Callable[[int], None] = lambda operation: None
         self._executor, self._source, self._report = executor, source, report
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
-        self._sequences: Counter[str] = Counter()  # that run, by tenant
-        self._counts: dict[int, int] = {}  # of sequences, by request
+        self._sequences: Counter[str] = Counter()  # running, by tenant
+        self._counts: dict[int, int] = {}  # sequences by request
         self.running: dict[int, Task] = {}
 
     def __len__(self) -> int:
         return len(self.running) + sum(len(tasks) for tasks in self._waiting.values())
 
     def add(self, task: Task) -> None:
-        """Take a request; it runs as soon as `admit` finds room for it."""
+        """Add a request; `admit` starts it when the limit allows."""
         self._waiting.setdefault(task.tenant, {})[task.id] = task
 
     def cancel(self, operation: int) -> bool:
-        """Drop a request, wherever it is; returns whether there was one."""
+        """Cancel a request, waiting or running; return False if there is none."""
         if operation in self.running:
             self._leave(operation)
             self._executor.cancel(operation)
@@ -256,7 +258,7 @@ class Sampling:
         return False
 
     def admit(self) -> None:
-        """Submit what waits; a request that must be alone waits for the others' end, and they for its own."""
+        """Submit waiting requests; a request that must run alone waits for all others, and they wait for it."""
         while (task := self._next()) is not None:
             self._unqueue(task.tenant, task.id)
             try:
@@ -273,20 +275,20 @@ class Sampling:
             self._sequences[task.tenant] += self._counts[task.id]
 
     def decode(self) -> int:
-        """Take one step, report what is over, and return the tokens of those."""
+        """Run one decode step, report the requests that ended, and return the number of their tokens."""
         try:
-            over = self._executor.decode()
+            ended = self._executor.decode()
         except EngineFault:
             raise
         except Exception as error:
             self._one_by_one(error)
             return 0
-        for sampled in over:
+        for sampled in ended:
             self._finish(sampled)
-        return sum(sampled.tokens for sampled in over)
+        return sum(sampled.tokens for sampled in ended)
 
     def _next(self) -> Task | None:
-        """Return the request that the engine should have now, if it should have one."""
+        """Return the request to submit next; None if it must wait."""
         full = sum(self._sequences.values()) >= TOGETHER or any(task.alone for task in self.running.values())
         if full or not self._waiting:
             return None
@@ -315,7 +317,7 @@ class Sampling:
             del self._waiting[tenant]
 
     def _one_by_one(self, error: Exception) -> None:
-        """Begin every request again, alone; the one that fails then is the one that failed."""
+        """Restart every request alone, to find the one that fails."""
         tasks = list(self.running.values())
         for task in reversed(tasks):
             self._leave(task.id)
@@ -326,17 +328,17 @@ class Sampling:
             self._report(failed(tasks[0], error))
 
 
-_REPORT_EVERY = 0.5  # seconds of decoding that are told in one PASSED
+_REPORT_EVERY = 0.5  # seconds of decoding in one PASSED message
 
 
 class TimeSharing:
-    """Shares the thread's time.
+    """Alternates training and sampling on one thread.
 
     Args:
         sampling: the requests.
-        arrive: takes sampling requests that came meanwhile, and nothing else.
+        arrive: handles received sampling requests, and no other messages.
         report: sends a message to the service.
-        seconds: that a decode step may wait for training.
+        seconds: maximum time that a decode step waits for training.
     """
 
     def __init__(
@@ -344,42 +346,42 @@ class TimeSharing:
     ) -> None:
         self._sampling, self._arrive, self._report = sampling, arrive, report
         self._alternation = Alternation(seconds)
-        self._decoding = 0.0  # seconds, in all
-        self._accounted = 0.0  # on `clock`
-        self._under_way: frozenset[int] = frozenset()
+        self._decoding = 0.0  # total seconds
+        self._accounted = 0.0  # time of `clock`
+        self._running: frozenset[int] = frozenset()
         self._figures = _Figures()
-        sampling.begins = self._only
+        sampling.begins = self._begin_alone
 
     def clock(self) -> float:
-        """Return seconds that stand still during decode steps."""
+        """Return the time in seconds without decode steps."""
         return time.perf_counter() - self._decoding
 
     def begin(self, ids: Collection[int]) -> None:
-        """Tell the service which operations are under way from now on, if it does not know; none is none."""
-        if not self._under_way.issuperset(ids) or (self._under_way and not ids):
-            self._under_way = frozenset(ids)
+        """Report the running operations to the service if they changed; an empty collection means none."""
+        if not self._running.issuperset(ids) or (self._running and not ids):
+            self._running = frozenset(ids)
             self._report(Message(messages.BEGIN, {"ids": sorted(ids)}))
 
-    def _only(self, operation: int) -> None:
-        """Tell the service that an operation is under way, and nothing else."""
-        if self._under_way != {operation}:
-            self._under_way = frozenset((operation,))
+    def _begin_alone(self, operation: int) -> None:
+        """Report a single running operation to the service."""
+        if self._running != {operation}:
+            self._running = frozenset((operation,))
             self._report(Message(messages.BEGIN, {"ids": [operation]}))
 
     def next_is_decoding(self, training: bool) -> bool:
-        """Return whether a decode step is next; either it or training has work."""
+        """Return whether a decode step is next; training or sampling has work."""
         return self._alternation.decodes(training, bool(self._sampling.running))
 
     def train(self, work: Callable[[], None]) -> None:
-        """Do a piece of training."""
+        """Run a piece of training."""
         self._accounted = self.clock()
         work()
         self._account()
 
     def between(self) -> None:
-        """Take decode steps in the middle of a pass, if it is their turn."""
+        """Run decode steps that are due in the middle of a pass."""
         self._account()
-        before = self._under_way
+        before = self._running
         self._arrive()
         self._sampling.admit()
         while self._alternation.decodes(True, bool(self._sampling.running)):
@@ -387,7 +389,7 @@ class TimeSharing:
         self.begin(before)
 
     def decode(self) -> None:
-        """Take one decode step."""
+        """Run one decode step."""
         running = self._sampling.running
         self.begin(running.keys())
         tenants, requests = len({task.tenant for task in running.values()}), len(running)
@@ -406,14 +408,14 @@ class TimeSharing:
 
 
 class _Figures:
-    """Those of decode steps, told together."""
+    """Sums the figures of decode steps."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._tokens = 0
 
     def add(self, seconds: float, tokens: int, tenants: int, requests: int, more: bool) -> dict[str, Any] | None:
-        """Add a step; returns the figures of several when it is time to tell them."""
+        """Add a step; return the sums when it is time to report them."""
         self._seconds += seconds
         self._tokens += tokens
         if more and self._seconds < _REPORT_EVERY:

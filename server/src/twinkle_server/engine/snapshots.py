@@ -1,4 +1,4 @@
-"""Copies of models' states on the disk, so that a crash costs seconds; a thread writes them one at a time."""
+"""Snapshots of models on disk, which limit the work lost in a crash; one thread writes them one at a time."""
 
 import logging
 import math
@@ -18,36 +18,36 @@ from twinkle_server.ids import new_id
 
 FOLDER = "snapshots"
 UNCHANGING = frozenset({"forward", "save"})
-"""Kinds of operations after which a model is what it was before."""
+"""Kinds of operations that do not change a model."""
 _MUCH = 64 * 2**20  # bytes of payloads that a replay would have to read
-_PAUSE = 5.0  # seconds after a disk that took nothing
+_PAUSE = 5.0  # seconds between attempts after a failed write
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _SnapshotState:
-    number: int  # of the last operation that was applied
+    number: int  # of the last applied operation
     steps: int = 0  # since the last snapshot, like the next three
     payload: int = 0
-    changed: float | None = None  # when it first did
+    changed: float | None = None  # time of the first change
     wanted: bool = False
     leaving: bool = False
     not_before: float = 0.0
 
 
 class Snapshots:
-    """Keeps a snapshot of each model that is not much older than the model.
+    """Keeps a recent snapshot of each model.
 
     Args:
-        executor: has the models; called on the caller's thread alone.
+        executor: holds the models; called only on the caller's thread.
         data: the data directory.
         later: runs a function on the caller's thread; called by the writing thread.
         report: sends a message to the service.
-        left: called for a model that may go, now that its snapshot is on the disk.
-        begins: called before a model is copied: if the process dies of that, no operation is to blame.
+        detached: called for a model that may be freed, now that its snapshot is on disk.
+        before_copy: called before a model is copied: if the process dies of that, no operation is to blame.
         steps: optimizer steps after which a snapshot is due.
-        seconds: after which one is due for a model that changed.
-        thread: writes one snapshot after another; by default a thread of its own.
+        seconds: time after a change at which a snapshot is due.
+        thread: writes one snapshot after another; the default is a new thread.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Snapshots:
         data: Path,
         later: Callable[[Callable[[], None]], None],
         report: Callable[[Message], None],
-        left: Callable[[str], None],
+        detached: Callable[[str], None],
         steps: int,
         seconds: float,
-        begins: Callable[[], None] = lambda: None,
+        before_copy: Callable[[], None] = lambda: None,
         thread: Executor | None = None,
     ) -> None:
-        self._begins = begins
-        self._executor, self._data, self._later, self._report, self._left = executor, data, later, report, left
+        self._before_copy = before_copy
+        self._executor, self._data, self._later, self._report, self._detached = executor, data, later, report, detached
         self._steps, self._seconds = steps, seconds
         self._queues: dict[str, _SnapshotState] = {}
         self._thread = thread or ThreadPoolExecutor(1, "snapshots")
@@ -72,7 +72,7 @@ class Snapshots:
         self._alarm = math.inf  # no snapshot is due before
 
     def applied(self, task: Task) -> None:
-        """Say that an operation of a model is over, whether it failed or not."""
+        """Record the end of an operation, whether it failed or not."""
         state = self._queues.get(task.queue_id)
         if state is None:
             return
@@ -83,22 +83,22 @@ class Snapshots:
             state.changed = time.monotonic()
         self._alarm = min(self._alarm, self._due(state))
 
-    def there(self, queue_id: str, number: int) -> None:
-        """Say that a model is there, as it was after an operation."""
+    def register(self, queue_id: str, number: int) -> None:
+        """Register a model in the state after operation `number`."""
         self._queues[queue_id] = _SnapshotState(number)
 
     def forget(self, queue_id: str) -> None:
-        """Say that a model is gone; a snapshot that is being written is still reported."""
+        """Unregister a removed model; a snapshot that is being written is still reported."""
         self._queues.pop(queue_id, None)
 
     def want(self, queue_id: str) -> None:
-        """Ask for a snapshot as soon as the one that is being written is done."""
+        """Request a snapshot, to be written after the current one."""
         if queue_id in self._queues:
             self._queues[queue_id].wanted = True
             self._alarm = 0.0
 
     def leave(self, queue_id: str) -> bool:
-        """Ask for a snapshot after which a model may go; False if that is the case already."""
+        """Request a snapshot after which the model may be freed; return False if it may be freed now."""
         state = self._queues.get(queue_id)
         if state is None or (state.changed is None and self._writing != queue_id):
             return False
@@ -107,23 +107,23 @@ class Snapshots:
         return True
 
     def drain(self) -> None:
-        """Ask for a snapshot of each model that changed, tried once."""
+        """Request a snapshot of each changed model, with one attempt."""
         self._draining = True
         self._alarm = 0.0
 
     @property
     def drained(self) -> bool:
-        """Whether there is nothing to be written after `drain`."""
+        """Whether no snapshot remains to be written after `drain`."""
         return self._writing is None and not any(state.changed is not None for state in self._queues.values())
 
     def next(self) -> float | None:
-        """Return the seconds until `tend` may have something to do; None if that will not come by itself."""
+        """Return the seconds until a snapshot is due; None if none will be without a further event."""
         if self._writing is not None or self._alarm == math.inf:
             return None
         return max(0.0, self._alarm - time.monotonic())
 
-    def tend(self) -> None:
-        """Begin to write the snapshot that is due, if one is."""
+    def write_due(self) -> None:
+        """Start writing a snapshot if one is due."""
         now = time.monotonic()
         if self._writing is not None or now < self._alarm:
             return
@@ -137,7 +137,7 @@ class Snapshots:
         if state.changed is None and not much:
             return math.inf
         if state.changed is None or much or state.leaving or self._draining or state.steps >= self._steps:
-            return max(state.not_before, state.changed or 0.0)  # it is past, and the model that waits longest is first
+            return max(state.not_before, state.changed or 0.0)  # in the past; the oldest change comes first
         return max(state.not_before, state.changed + self._seconds)
 
     def _begin(self, queue_id: str) -> None:
@@ -148,7 +148,7 @@ class Snapshots:
         number = state.number
         self._writing = queue_id
         try:
-            self._begins()
+            self._before_copy()
             copy = self._executor.snapshot(queue_id)
         except EngineFault:
             raise
@@ -164,8 +164,14 @@ class Snapshots:
         folder = f"{FOLDER}/{new_id()}"
         message = None
         try:
-            done = files.publish(self._data / folder, copy.write, {"lane": queue_id, "number": number})
-            head = {"queue_id": queue_id, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
+            published = files.publish(self._data / folder, copy.write, {"lane": queue_id, "number": number})
+            head = {
+                "queue_id": queue_id,
+                "number": number,
+                "folder": folder,
+                "digest": published.digest,
+                "size": published.size,
+            }
             message = Message(messages.SNAPSHOTTED, head)
         except Exception:
             _log.exception("cannot write a snapshot")
@@ -177,9 +183,9 @@ class Snapshots:
         if message is not None:
             self._report(message)
         elif self._draining:
-            state.changed = None  # what is not on the disk is replayed; nobody waits for another attempt
+            state.changed = None  # the change will be replayed; there is no second attempt
         else:
             state.changed, state.not_before = changed or time.monotonic(), time.monotonic() + min(_PAUSE, self._seconds)
         if state.leaving and state.changed is None and self._queues.get(queue_id) is state:
             self.forget(queue_id)
-            self._left(queue_id)
+            self._detached(queue_id)

@@ -1,1 +1,1 @@
-"""What stands between the network and the application: bounds on everything that a stranger can send."""
+"""Limits on everything that an unauthenticated client can send."""

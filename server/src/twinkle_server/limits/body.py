@@ -1,6 +1,6 @@
-"""The bound of a request's body: its bytes, seconds, nesting and parts, and the memory of all bodies together.
+"""Limits on request bodies: size, duration, nesting, number of parts, and the memory of all bodies together.
 
-A small compressed body that stands for a huge one stops at the bound.
+Decompression of a small body with a huge content stops at the limit.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Budget:
-    """A number of bytes that requests share; threads may ask.
+    """A number of bytes shared by all requests; thread-safe.
 
     Args:
-        size: bytes in all.
+        size: total number of bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,58 +33,58 @@ class Budget:
         self.used = 0
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> None:
-        """Take bytes.
+    def reserve(self, count: int) -> None:
+        """Reserve bytes.
 
         Raises:
-            Busy: there are not so many left.
+            Busy: not enough bytes are left.
         """
         with self._lock:
             if self.used + count > self.size:
                 raise Busy(f"request memory is full ({self.used} of {self.size} bytes in use); retry later")
             self.used += count
 
-    def give(self, count: int) -> None:
-        """Give bytes back."""
+    def release(self, count: int) -> None:
+        """Release bytes."""
         with self._lock:
             self.used -= count
 
 
 class Share:
-    """What one request has taken of a budget."""
+    """The bytes that one request has reserved from a budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self.taken = 0
+        self.reserved = 0
 
-    def take(self, count: int) -> None:
-        """Take more.
+    def reserve(self, count: int) -> None:
+        """Reserve more bytes.
 
         Raises:
-            Busy: the budget has not so much left.
+            Busy: not enough bytes are left.
         """
-        self._budget.take(count)
-        self.taken += count
+        self._budget.reserve(count)
+        self.reserved += count
 
-    def give(self, count: int) -> None:
-        """Give some back."""
-        self._budget.give(count)
-        self.taken -= count
+    def release(self, count: int) -> None:
+        """Release some bytes."""
+        self._budget.release(count)
+        self.reserved -= count
 
     def close(self) -> None:
-        """Give everything back."""
-        self.give(self.taken)
+        """Release all bytes."""
+        self.release(self.reserved)
 
 
 class Turnstile:
-    """Lets one through in each turn of the event loop; nobody who is slow behind it holds up those before it."""
+    """Lets one waiter pass per iteration of the event loop, so that work after it does not delay other tasks."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._turning = False
 
     async def through(self) -> None:
-        """Wait for a turn of the loop that is nobody else's."""
+        """Wait for an iteration of the loop without another waiter."""
         if not self._turning:
             self._next_turn()
             return
@@ -106,29 +106,29 @@ class Turnstile:
                 return
 
 
-_GRACE = 30.0  # seconds that a body may take, whatever its size
-_SLOWEST = 64 * 2**10  # bytes a second beyond that
-_ON_A_THREAD = 96 * 2**10  # larger ones would hold up the loop; a pass of 4,096 tokens has 64
-_PARTS = 64  # of a row; those that are meant have up to 30
+_GRACE = 30.0  # seconds that a body may reserve, whatever its size
+_SLOWEST = 64 * 2**10  # minimum bytes per second after that
+_ON_A_THREAD = 96 * 2**10  # larger bodies are processed on a thread; a pass of 4,096 tokens has 64 KiB
+_PARTS = 64  # maximum number of parts per row; legitimate rows have up to 30
 PASSES = frozenset({"/api/v1/forward_backward", "/api/v1/forward"})
-"""Paths whose bodies may be protobuf; all others are JSON, whatever they call themselves."""
+"""Paths whose bodies may be protobuf; all other bodies are JSON, whatever their content type."""
 
 
 class _Timeout(ServiceError):
     status = 408
 
 
-class _Left(Exception):
-    """The client is gone."""
+class _Disconnected(Exception):
+    """The client has disconnected."""
 
 
 class BodyLimitMiddleware:
-    """Gives the application a body that is complete, decompressed and small enough, or answers instead of it.
+    """Gives the application a complete, decompressed body within the limits, or sends an error response.
 
     Args:
-        app: what comes behind it.
+        app: the next application.
         limits: sizes.
-        budget: bytes over all requests; each body counts until its request is answered.
+        budget: bytes of all requests; each body counts until its response is sent.
     """
 
     def __init__(self, app: Any, limits: Limits, budget: Budget | None = None) -> None:
@@ -138,7 +138,7 @@ class BodyLimitMiddleware:
         self.budget = budget or Budget(limits.inflight_bytes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -149,7 +149,7 @@ class BodyLimitMiddleware:
             share.close()
             await refuse(send, error)
             return
-        except _Left:
+        except _Disconnected:
             share.close()
             return
         try:
@@ -173,8 +173,11 @@ class BodyLimitMiddleware:
                 for name, value in scope["headers"]
                 if name not in (b"content-encoding", b"content-length")
             ]
-            packed, body = body, await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.take)
-            share.give(len(packed))
+            packed, body = (
+                body,
+                await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.reserve),
+            )
+            share.release(len(packed))
         large = len(body) > _ON_A_THREAD
         if scope["path"] in PASSES and "protobuf" in (header(scope, b"content-type") or ""):
             if large:
@@ -186,46 +189,48 @@ class BodyLimitMiddleware:
     def _check_json(self, body: bytes, share: Share) -> None:
         check_depth(body)
         if len(body) > _ON_A_THREAD:
-            check_weight(body, self.budget.size - share.taken, share.take)
+            check_weight(body, self.budget.size - share.reserved, share.reserve)
 
     async def _read(self, receive: Any, share: Share) -> bytes:
         pieces: list[bytes] = []
         began = time.monotonic()
         while True:
-            allowed = _GRACE + share.taken / _SLOWEST
+            allowed = _GRACE + share.reserved / _SLOWEST
             if pieces:
                 await self._turnstile.through()
             try:
                 async with asyncio.timeout(began + allowed - time.monotonic()):
                     message = await receive()
             except TimeoutError as error:
-                raise _Timeout(f"the body came too slowly: {share.taken} bytes in {allowed:.0f} s") from error
+                raise _Timeout(f"the request body is too slow: {share.reserved} bytes in {allowed:.0f} s") from error
             if message["type"] == "http.disconnect":
-                raise _Left
+                raise _Disconnected
             piece = message.get("body", b"")
-            if share.taken + len(piece) > self._limits.body_bytes:
+            if share.reserved + len(piece) > self._limits.body_bytes:
                 raise self._too_large()
-            share.take(len(piece))
+            share.reserve(len(piece))
             if not message.get("more_body", False):
                 return b"".join((*pieces, piece)) if pieces else piece
             pieces.append(piece)
 
     def _too_large(self) -> TooLarge:
-        return TooLarge(f"the body is larger than {self._limits.body_bytes} bytes; send fewer rows at a time")
+        return TooLarge(
+            f"the request body must have at most {self._limits.body_bytes} bytes; send fewer rows at a time"
+        )
 
 
 def _replay(body: bytes, receive: Any) -> Any:
-    """Return an ASGI `receive` that gives the body once, and then what the connection says."""
+    """Return an ASGI `receive` that returns the body once, and then the messages of the connection."""
     given = False
 
-    async def again() -> Any:
+    async def replay() -> Any:
         nonlocal given
         if given:
             return await receive()
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replay
 
 
 DEEPEST = 64
@@ -236,32 +241,32 @@ _PIECE = 2**18
 
 
 def check_depth(body: bytes, deepest: int = DEEPEST) -> None:
-    """Refuse JSON that is nested deeper than anything of the protocol.
+    """Refuse JSON that is nested too deeply.
 
     Args:
-        body: JSON, or what claims to be.
-        deepest: brackets that may be open at once.
+        body: JSON, not yet parsed.
+        deepest: maximum number of open brackets.
 
     Raises:
-        BadRequest: it is deeper.
+        BadRequest: the limit is exceeded.
     """
     if not is_flat(body, deepest) and _is_deeper(body, deepest):
         raise BadRequest(f"the JSON of the request body must be nested at most {deepest} levels deep")
 
 
 def is_flat(body: bytes, deepest: int = DEEPEST) -> bool:
-    """Return whether a body has so few brackets that it cannot be too deep."""
+    """Return whether a body has too few brackets to exceed the depth."""
     return body.count(b"[") + body.count(b"{") <= deepest
 
 
 def _is_deeper(body: bytes, deepest: int) -> bool:
-    import numpy as np  # not needed for most bodies
+    import numpy as np  # limit bodies do not need it
 
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = np.frombuffer(body.translate(_ALIKE, _PLAIN), np.uint8)
     depth, inside = 0, 0
-    for start in range(0, len(marks), _PIECE):  # in pieces, so that memory stays small
+    for start in range(0, len(marks), _PIECE):  # in pieces, to limit memory
         piece = marks[start : start + _PIECE]
         quotes = np.cumsum(piece == _QUOTE, dtype=np.int32) + inside
         counts = (quotes & 1) == 0
@@ -277,25 +282,25 @@ _VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
 _SKIPPED = {_EIGHT: 8, _FOUR: 4}
 
 
-def check_parts(body: bytes, most: int) -> None:
-    """Refuse a pass of more messages and numbers than any that is meant; arrays are bytes, and count as one.
+def check_parts(body: bytes, limit: int) -> None:
+    """Refuse a pass with too many messages and numbers; an array is bytes, and counts as one part.
 
     Args:
-        body: a `ForwardBackwardRequest`, or what claims to be; what cannot be read is left to the parser.
-        most: parts.
+        body: a serialized `ForwardBackwardRequest`, not yet parsed; errors are left to the parser.
+        limit: maximum number of parts.
 
     Raises:
-        TooLarge: it has more.
+        TooLarge: the limit is exceeded.
     """
     from twinkle_server.wire import tinker_pb2 as pb
 
-    left = _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), most)
+    left = _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), limit)
     if left < 0:
-        raise TooLarge(f"the body has more than {most} parts; send fewer rows at a time")
+        raise TooLarge(f"the request body must have at most {limit} parts; send fewer rows at a time")
 
 
 def _count(kind: "Descriptor", body: bytes, place: int, end: int, left: int) -> int:
-    """Return how many parts are left after those of a message; negative if there are not so many."""
+    """Subtract the number of parts of a message from `left`; the result is negative if the limit is exceeded."""
     fields: dict[int, Any] = kind.fields_by_number
     while place < end and left >= 0:
         left -= 1
@@ -332,57 +337,57 @@ def _varint(body: bytes, place: int, end: int) -> tuple[int, int]:
 
 _STRIDE = 2**20
 _WEIGHTS = {b",": 40, b"[": 80, b"{": 240, b":": 80, b'"': 40}
-"""Bytes of what stands behind a mark: a number, a list, an object and its entries, half a text."""
+"""Estimated bytes of the Python objects for each mark: a number, a list, an object, its entries, half a string."""
 
 
-def check_weight(body: bytes, most: int, take: Callable[[int], None]) -> None:
-    """Count what a body will weigh, before it is read.
+def check_weight(body: bytes, limit: int, reserve: Callable[[int], None]) -> None:
+    """Estimate the memory of a parsed body before parsing it.
 
     Args:
-        body: JSON, or what claims to be.
-        most: bytes.
-        take: is told the weight; may raise.
+        body: JSON, not yet parsed.
+        limit: limit in bytes.
+        reserve: called with the estimate; may raise.
 
     Raises:
-        TooLarge: it is more.
+        TooLarge: the limit is exceeded.
     """
     weight = 0
-    for start in range(0, len(body), _STRIDE):  # in pieces, so that other threads go on
+    for start in range(0, len(body), _STRIDE):  # in pieces, so that other threads can run
         weight += sum(body.count(mark, start, start + _STRIDE) * each for mark, each in _WEIGHTS.items())
-        if weight > most:
-            raise TooLarge("the body has more values than fit into memory; send fewer rows at a time")
-    take(weight)
+        if weight > limit:
+            raise TooLarge("the request body has more values than fit into memory; send fewer rows at a time")
+    reserve(weight)
 
 
 _OUTPUT = 2**20
-_WINDOW = 2**23  # bytes that each body which is decompressed may need beside its own; what any decoder must offer
-_BLOCK = 2**17  # bytes of one at most
+_WINDOW = 2**23  # maximum memory of a decompressor; every decoder must support this window size
+_BLOCK = 2**17  # maximum bytes of a block
 _BLOCKS = 2**16
 _CHECKSUM, _BLOCK_HEADER = 4, 3
 _RLE, _COMPRESSED = 1, 2
 
 
-def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
-    """Return what a zstd body stands for.
+def decompress(body: bytes, limit: int, reserve: Callable[[int], None]) -> bytes:
+    """Decompress a zstd body.
 
-    The size that a frame claims is not believed: output is made a piece at a time and counted.
+    The content size in the frame header is not trusted: the output is produced and counted in pieces.
 
     Args:
-        body: one frame or several.
-        limit: bytes of the result.
-        take: is told the size of each piece before it is kept; may raise.
+        body: one or more frames.
+        limit: maximum size of the result in bytes.
+        reserve: called with the size of each piece before it is kept; may raise.
 
     Raises:
-        TooLarge: the result is larger than the limit.
-        BadRequest: the body is no zstd, or is cut off.
+        TooLarge: the result exceeds the limit.
+        BadRequest: the body is not valid zstd, or is truncated.
     """
     try:
         if _largest(body) > limit:
-            for _ in _pieces(body, limit):  # nothing is kept of what turns out to be too large
+            for _ in _pieces(body, limit):  # a first run without keeping the output, which may exceed the limit
                 pass
         kept = io.BytesIO()
         for piece in _pieces(body, limit):
-            take(len(piece))
+            reserve(len(piece))
             kept.write(piece)
     except zstandard.ZstdError as error:
         raise BadRequest(
@@ -393,22 +398,22 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
 
 
 def _pieces(body: bytes, limit: int) -> Iterator[bytes]:
-    """Yield what a body stands for, up to the limit."""
+    """Yield the decompressed body in pieces, up to the limit."""
     total = 0
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
         while piece := reader.read(min(_OUTPUT, limit + 1 - total)):
             total += len(piece)
             if total > limit:
-                raise TooLarge(f"the body is larger than {limit} bytes once decompressed; send fewer rows at a time")
+                raise TooLarge(f"the decompressed body must have at most {limit} bytes; send fewer rows at a time")
             yield piece
 
 
 def _largest(body: bytes) -> int:
-    """Return how many bytes a body can stand for at most, from the heads of its blocks.
+    """Return an upper bound of the decompressed size, from the headers of the blocks.
 
     Raises:
-        BadRequest: it ends inside a frame, which the decompressor would take for a short one.
+        BadRequest: the body ends inside a frame, which the decompressor would accept.
     """
     place = blocks = size = 0
     while place < len(body):
@@ -420,7 +425,7 @@ def _largest(body: bytes) -> int:
 
 
 def _frame(body: bytes, start: int, allowed: int) -> tuple[int, int, int]:
-    """Return where a frame ends (perhaps behind the body), its blocks, and their bytes at most (RFC 8878, 3.1)."""
+    """Return the end of a frame (possibly after the body), its number of blocks, and their maximum size (RFC 8878)."""
     head = body[start : start + 18]
     frame = zstandard.get_frame_parameters(head)
     place, last, count, largest = start + zstandard.frame_header_size(head), False, 0, 0

@@ -1,4 +1,4 @@
-"""The bound of a request's head: its bytes, its headers, and the seconds in which a connection sends it."""
+"""Limits on request heads: size, number of headers, and the time in which they must arrive."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ _DROPPED_BYTES = 2**30
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a deadline and a bound for the head, and one for what comes after a refusal."""
+    """uvicorn's protocol with a deadline and a limit for the head, and a limit for dropped bodies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,17 +24,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a head."""
+        """Start the deadline for a head."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Cancel the deadline."""
         self._cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, and end the connection if its head does not end."""
+        """Process data, and close the connection if its head is too long."""
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
@@ -42,18 +42,18 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begin to wait for a head."""
+        """Start the deadline for a head."""
         super().on_message_begin()
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """Stop waiting."""
+        """Cancel the deadline."""
         self._cancel()
         self._in_head, self._head_bytes, self._dropped = False, 0, 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take bytes of a body; those of a request that was answered already are dropped, and not for ever."""
+        """Process data of a body; after the response, it is dropped up to a limit."""
         if self.cycle.response_complete:
             self._dropped += len(body)
             if self._dropped > _DROPPED_BYTES:
@@ -77,42 +77,42 @@ _PATH_BYTES = 8 * 2**10
 
 
 class HeadTooLarge(ServiceError):
-    """The request's head is larger than the service takes."""
+    """The head of the request exceeds a limit."""
 
     status = 431
 
 
 class RequestHeadMiddleware:
-    """Puts `request_id` into the scope and the answer's `X-Request-Id`, and refuses heads without bound."""
+    """Sets `request_id` in the scope and the header `X-Request-Id`, and refuses large heads."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = scope["request_id"] = new_id()
-        marked = (b"x-request-id", name.encode())
+        request_id = scope["request_id"] = new_id()
+        id_header = (b"x-request-id", request_id.encode())
 
-        async def named(message: Any) -> None:
+        async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), marked]}
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
             await send(message)
 
         if problem := _problem(scope):
-            await refuse(named, HeadTooLarge(problem))
+            await refuse(send_with_id, HeadTooLarge(problem))
             return
-        await self._app(scope, receive, named)
+        await self._app(scope, receive, send_with_id)
 
 
 def _problem(scope: Any) -> str:
     headers = scope["headers"]
     if len(headers) > _HEADERS:
-        return f"the request has {len(headers)} headers; {_HEADERS} is the most"
+        return f"a request must have at most {_HEADERS} headers, got {len(headers)}"
     if (size := sum(len(name) + len(value) for name, value in headers)) > _HEADER_BYTES:
-        return f"the request's headers have {size} bytes; {_HEADER_BYTES} is the most"
+        return f"the request headers must have at most {_HEADER_BYTES} bytes, got {size}"
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _PATH_BYTES:
-        return f"the request's path is longer than {_PATH_BYTES} bytes"
+        return f"the request path must have at most {_PATH_BYTES} bytes"
     return ""

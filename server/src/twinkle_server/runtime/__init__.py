@@ -1,1 +1,1 @@
-"""The API process's half: order of operations, their futures, and the engine child that it looks after."""
+"""The API process: order of operations, futures, sessions, and supervision of the engine process."""

@@ -1,7 +1,8 @@
-"""Operations that come late, never, or are not wanted any more.
+"""Operations that arrive late or never, and operations that are cancelled.
 
-A missing number is not lost while its request is on its way or may come again (`Arrivals`). Operations end without the
-engine when they are cancelled, given up behind a gap, or left behind by a session that ended (`Cancellation`).
+A missing sequence number is not lost while its request is being received or may be sent again (`Arrivals`).
+`Cancellation` ends operations without the engine: cancelled ones, those behind a gap that was given up, and those of
+ended sessions.
 """
 
 import asyncio
@@ -27,49 +28,48 @@ _KEPT = 4096  # tenants
 
 
 class Arrivals:
-    """Watches requests that bring operations, from their headers to the start of their answer.
+    """Tracks requests that carry operations, from their headers to the start of the response.
 
     Args:
-        resend: seconds within which a client sends a request again that was answered with 408, 429 or 5xx, or that
-            got no answer.
-        clock: seconds, monotonic.
+        resend: seconds within which a client repeats a request that was answered with 408, 429 or 5xx, or not at all.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(self, resend: float, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._resend = resend
         self._clock = clock
         self._numbers = itertools.count()
-        self._under_way: dict[str, dict[int, float]] = {}
+        self._active: dict[str, dict[int, float]] = {}
         self._slow: dict[str, float] = {}
         self._again: dict[str, float] = {}
-        self._everybody = float("-inf")
+        self._restarted = float("-inf")
 
-    def everybody_may_resend(self) -> None:
-        """Note that the service was away, so that clients may be about to send again."""
-        self._everybody = self._clock()
+    def expect_resends(self) -> None:
+        """Note that the service was stopped, so that clients may repeat requests."""
+        self._restarted = self._clock()
 
     @contextmanager
     def watch(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """Watch one request of a tenant.
+        """Track one request of a tenant.
 
         Yields:
-            A function that is told the status of the answer; a request that ends without one may come again.
+            A function to call with the status of the response; a request without a response may be repeated.
         """
         number, begun = next(self._numbers), self._clock()
-        self._under_way.setdefault(tenant, {})[number] = begun
+        self._active.setdefault(tenant, {})[number] = begun
         status = 0
 
-        def answered(found: int) -> None:
+        def answered(code: int) -> None:
             nonlocal status
-            status = found
+            status = code
 
         try:
             yield answered
         finally:
-            mine = self._under_way[tenant]
-            del mine[number]
-            if not mine:
-                del self._under_way[tenant]
+            active = self._active[tenant]
+            del active[number]
+            if not active:
+                del self._active[tenant]
             now = self._clock()
             if now - begun > _SLOW:
                 _note(self._slow, tenant, now)
@@ -77,17 +77,17 @@ class Arrivals:
                 _note(self._again, tenant, now)
 
     def expected_until(self, tenant: str, seconds: float) -> float:
-        """Return until when a request of a tenant may still arrive, as far as the server can see; it may have passed.
+        """Return the time until which a request of a tenant may still arrive; it may be in the past.
 
         Args:
-            tenant: whose.
-            seconds: that a request may take on its way after another one of the tenant has arrived.
+            tenant: the tenant.
+            seconds: how much later than another request of the tenant it may arrive.
         """
         now = self._clock()
-        begun = min(self._under_way.get(tenant, {}).values(), default=now)
+        begun = min(self._active.get(tenant, {}).values(), default=now)
         slow = now if now - begun > _SLOW else self._slow.get(tenant, float("-inf"))
         return max(
-            slow + seconds, self._again.get(tenant, float("-inf")) + self._resend, self._everybody + self._resend
+            slow + seconds, self._again.get(tenant, float("-inf")) + self._resend, self._restarted + self._resend
         )
 
 
@@ -110,15 +110,15 @@ OPERATIONS = frozenset(
         "save_weights_for_sampler",
     )
 )
-"""Paths of the requests that have a number in the queue of a model."""
+"""Paths of the requests that carry a sequence number of a model."""
 
 
 class ArrivalMiddleware:
-    """Lets `Arrivals` watch requests that have a number; the tenant must be known already.
+    """Tracks requests with sequence numbers in `Arrivals`; runs after authentication.
 
     Args:
-        app: what comes behind it.
-        arrivals: watches.
+        app: the next application.
+        arrivals: tracks the requests.
     """
 
     def __init__(self, app: Any, arrivals: Arrivals) -> None:
@@ -126,35 +126,35 @@ class ArrivalMiddleware:
         self._arrivals = arrivals
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         who = scope.get("caller")
         if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(who, Caller):
             await self._app(scope, receive, send)
             return
         with self._arrivals.watch(who.tenant) as answered:
 
-            async def told(message: Any) -> None:
+            async def observe(message: Any) -> None:
                 if message["type"] == "http.response.start":
                     answered(message["status"])
                 await send(message)
 
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, observe)
 
 
-_STOOD_STILL = 5.0
-"""Seconds between two looks at the gaps, after which this process was stopped, or the machine slept."""
+_SUSPENDED = 5.0
+"""Seconds between two checks of the gaps from which on this process counts as having been suspended."""
 
 
 class Cancellation:
-    """Ends operations.
+    """Ends operations without the engine.
 
     Args:
-        dispatcher: has the queues.
-        journal: the log.
-        outcomes: writes.
-        arrivals: which requests may still come.
-        times: `gap_fail` and `gap_limit` count.
-        farthest: numbers that may be missing before one that waits.
+        dispatcher: the queues.
+        journal: the operation log.
+        outcomes: the writer of outcomes.
+        arrivals: tells which requests may still arrive.
+        times: the settings `gap_fail` and `gap_limit` are used.
+        farthest: maximum number of missing sequence numbers before a waiting operation.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class Cancellation:
         self._dispatcher = dispatcher
         self._journal = journal
         self._outcomes = outcomes
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
 
     def cancel(self, operation: Operation) -> None:
-        """Drop an operation that was not sent to the engine yet, or that samples; others run to their end."""
+        """Cancel an operation that was not sent to the engine, or a sampling request; others run to their end."""
         queue = self._dispatcher.queues.get(operation.queue_id)
         if queue is None:
             return
@@ -183,7 +183,7 @@ class Cancellation:
             if operation.kind != "sample":
                 return
             self._dispatcher.land(operation.id)
-            self._dispatcher.tell(Message(messages.CANCEL, {"id": operation.id}))
+            self._dispatcher.send_order(Message(messages.CANCEL, {"id": operation.id}))
         elif not queue.withdraw(operation):
             return  # its outcome is being written
         outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
@@ -192,7 +192,7 @@ class Cancellation:
         self._dispatcher.release(queue)
 
     def leave(self, prefix: str, reason: str) -> None:
-        """Let go of the queues whose names begin so: what waits fails, what runs ends, and models are snapshotted."""
+        """Release the queues whose names start with `prefix`: waiting operations fail, running ones end."""
         for queue in [queue for name, queue in self._dispatcher.queues.items() if name.startswith(prefix)]:
             for operation in queue.order.drop_all():
                 self._dispatcher.fail(operation, reason, "user")
@@ -200,12 +200,12 @@ class Cancellation:
             self._dispatcher.release(queue)
 
     async def give_up_gaps(self) -> None:
-        """Fail what has waited too long for a number that never came, and let later ones run."""
-        if time.monotonic() - self._looked > max(_STOOD_STILL, self._times.gap_fail / 2):
-            self._arrivals.everybody_may_resend()  # what was sent while this process stood still is still to be read
-        self._looked = time.monotonic()
+        """Fail operations that have waited too long for a missing number, and let later ones run."""
+        if time.monotonic() - self._last_check > max(_SUSPENDED, self._times.gap_fail / 2):
+            self._arrivals.expect_resends()  # requests sent while this process was suspended are not read yet
+        self._last_check = time.monotonic()
         for queue in list(self._dispatcher.queues.values()):
-            for operation in queue.order.drop_far(self._farthest):  # submissions so far away were taken once
+            for operation in queue.order.drop_far(self._farthest):  # logs of older releases may contain such numbers
                 self._dispatcher.fail(
                     operation, f"sequence number {operation.number} is too far above the previous ones", "user"
                 )
@@ -214,7 +214,7 @@ class Cancellation:
                 await self._give_up(queue, now - gap.since)
 
     def _lost_at(self, queue: ModelQueue, gap: Gap) -> float:
-        """Return when a missing number counts as lost, as far as can be known now."""
+        """Return when a missing number counts as lost, from what is known now."""
         times = self._times
         expected = max(gap.since + times.gap_fail, self._arrivals.expected_until(queue.tenant, times.gap_fail))
         return min(expected, gap.since + times.gap_limit)
@@ -224,10 +224,10 @@ class Cancellation:
             return
         reason = f"number {missing[0]} of this model did not arrive within {seconds:.0f} s"
         refused = [_lost(queue, number, seconds) for number in missing]
-        try:  # together, so that they share commits
+        try:  # concurrently, so that they share commits
             await asyncio.shield(asyncio.gather(*map(self._journal.submit, refused)))
         except SequenceConflict:
-            return  # it came at last
+            return  # the missing request arrived
         if queue.order.missing() != missing:
             return
         for operation in queue.order.give_up():
@@ -242,9 +242,9 @@ class Cancellation:
 
 
 def _lost(queue: ModelQueue, number: int, seconds: float) -> Submission:
-    """Return what is written for a number that never came; its request, if it comes later, is answered with this."""
+    """Return the failure recorded for a missing number; its request, if it arrives later, is answered with it."""
     reason = (
         f"cannot run sequence number {number} of this model: it did not arrive within {seconds:.0f} s after a later "
         "one, which was failed for that; nothing was computed; send this request again under the next number"
     )
-    return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, asked=LOST)
+    return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, original=LOST)

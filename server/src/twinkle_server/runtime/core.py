@@ -1,7 +1,7 @@
-"""The running service without its tables: operations go into the log, through the engine, and come back as futures.
+"""The running service without its tables: operations are logged, run by the engine, and resolved as futures.
 
-`EngineEvents` takes the engine's messages about models: results are written, and queues go on, close, or are released.
-`Janitor` does what must be looked after from time to time; each chore fails for itself, and is done again in its turn.
+`EngineEvents` handles the engine's messages about models: it writes results and advances, closes or releases queues.
+`Janitor` runs periodic chores; a chore that fails is logged and retried at its next interval.
 """
 
 import asyncio
@@ -32,26 +32,26 @@ from twinkle_server.telemetry.logs import REQUEST, log_ended
 _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
 _AGAIN = 1.0  # seconds
-_KEPT = 1024  # operations whose payloads may wait in memory
-_LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the end
+_KEPT = 1024  # waiting operations whose payloads stay in memory
+_LAST_WORDS = 5.0  # seconds to write the remaining outcomes at shutdown
 
 
 class Runtime:
-    """The `Service` of `ports`, over any journal and any engine.
+    """The `Service` of `ports`, on top of any journal and any engine.
 
     Attributes:
-        info: the base model, as the engine found it.
-        arrivals: is told which requests are on their way.
-        lost: set when another process owns the data directory; this one has to end.
+        info: the base model, as reported by the engine.
+        arrivals: requests that are being received.
+        lost: set when another process has taken over the data directory; this process must exit.
         queue_state: see `RuntimeStatus.queue_state`.
         ready: see `RuntimeStatus.ready`.
 
     Args:
         settings: of the service.
-        journal: the log.
+        journal: the operation log.
         effects: the rest of the store.
-        start_child: starts an engine.
-        figures: counts; None counts nothing.
+        start_child: starts an engine; the default starts a process.
+        figures: metrics; None disables them.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Runtime:
         if figures is not None:
             self.runtime_status.show(figures)
 
-    # the life of the service
+    # Lifecycle
 
     async def start(self) -> None:
-        """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        """Resume pending operations and start the engine; return before it is ready (see `wait_ready`)."""
         self.outcomes.start()
         self.supervisor.start().add_done_callback(self._end_with_the_engine)
         try:
-            await self._take_up_all()
+            await self._resume_pending()
         except BaseException:
             await self.close()
             raise
@@ -104,16 +104,16 @@ class Runtime:
         self.janitor.add("idle queues", 10.0, self._drop_idle)
         self.janitor.start()
 
-    async def _take_up_all(self) -> None:
-        left_behind = await self._journal.pending()
-        if left_behind:
-            self.arrivals.everybody_may_resend()
-        for operation in left_behind:
+    async def _resume_pending(self) -> None:
+        pending = await self._journal.pending()
+        if pending:
+            self.arrivals.expect_resends()
+        for operation in pending:
             queue = await self.dispatcher.queue(operation.queue_id, operation.tenant, operation.ordered)
             if not queue.ordered:
                 self.futures.open(operation)
                 self.dispatcher.arrive(queue, operation)
-            elif operation.number <= queue.snapshot_number:  # its outcome was never written, and a snapshot contains it
+            elif operation.number <= queue.snapshot_number:  # a snapshot contains it, but its outcome was not written
                 self.futures.open(operation)
                 self.dispatcher.fail(operation, "the result could not be written")
 
@@ -121,12 +121,12 @@ class Runtime:
         """Wait until the engine is ready.
 
         Raises:
-            EngineFailed: it ended before it was, in its first life.
+            EngineFailed: the first engine ended before it was ready.
         """
         await self.supervisor.wait_ready()
 
     async def drain(self) -> None:
-        """Take nothing more, let what runs end and be snapshotted, and let go of everyone who waits."""
+        """Refuse new operations, let running ones finish and be snapshotted, and release all waiting requests."""
         if self.runtime_status.draining:
             return
         self.runtime_status.draining = self.dispatcher.stopped = True
@@ -137,7 +137,7 @@ class Runtime:
         self.futures.close()
 
     async def close(self) -> None:
-        """End the engine and all tasks; what is in the log is taken up by the next service on it."""
+        """Stop the engine and all tasks; the next service on this log resumes what is pending."""
         self.runtime_status.draining = self.dispatcher.stopped = True
         await self.janitor.stop()
         if self._taking:
@@ -146,34 +146,34 @@ class Runtime:
         await self.outcomes.stop(_LAST_WORDS)
         self.futures.close()
 
-    # what the faces ask
+    # Called by the API
 
     async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
-        """Write an operation into the log and let it run in its turn; returns when it is durable, not when it is done.
+        """Write an operation into the log and queue it; return when it is durable, not when it is done.
 
         Args:
-            submission: what is asked for.
-            also: what is written in the same transaction when the operation is new.
+            submission: the operation.
+            also: written in the same transaction if the operation is new.
 
         Raises:
-            SequenceConflict: another payload came before under that number.
-            Unprocessable: its number is too far above those that came; it is not used up.
-            Busy: the tenant has too many operations that are not over.
-            Unavailable: the service is draining, or its disk takes nothing.
+            SequenceConflict: the sequence number was used with another payload.
+            Unprocessable: the sequence number is too far above the previous ones; it is not used up.
+            Busy: the tenant has too many unfinished operations.
+            Unavailable: the service is draining, or its disk cannot be written.
         """
         self._admit(submission)
         await self._check_near(submission)
         task = asyncio.create_task(self._take(submission, also))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
-        return await asyncio.shield(task)  # a client that goes away leaves no operation that nobody knows of
+        return await asyncio.shield(task)  # a disconnect must not leave a logged operation without a queue
 
     async def submit_next(self, submission: Submission) -> Accepted:
         """Submit under the queue's next free number."""
         return await self.submit(submission)
 
     def awaited(self, submission: Submission) -> bool:
-        """Return whether others of its queue wait for its number: to turn it away would hold them up, and so itself."""
+        """Return whether later operations of the queue wait for this number; refusing it would block them."""
         queue = self.dispatcher.queues.get(submission.queue_id)
         gap = queue.order.gap() if queue is not None and queue.ordered else None
         return gap is not None and gap.number == submission.number
@@ -182,14 +182,14 @@ class Runtime:
         if self.runtime_status.lost is not None:
             raise Unavailable(self.runtime_status.lost, retry_after=30.0)
         if self.runtime_status.draining:
-            raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
+            raise Unavailable("the service is shutting down; retry in a few seconds", retry_after=5.0)
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
-        passes = submission.refusal is not None or submission.number is None or self._is_here(submission)
+        passes = submission.refusal is not None or submission.number is None or self._is_known(submission)
         if queued >= limit and not passes and not self.awaited(submission):
             raise Busy(f"too many unfinished operations: you have {queued} (limit {limit}); wait for some to finish")
 
-    def _is_here(self, submission: Submission) -> bool:
-        """Return whether the number of a model's operation came before: it is a repetition, or will be a conflict."""
+    def _is_known(self, submission: Submission) -> bool:
+        """Return whether the sequence number was submitted before: a retry or a conflict."""
         queue = self.dispatcher.queues.get(submission.queue_id)
         if queue is None or not queue.ordered or submission.number is None:
             return False
@@ -202,8 +202,8 @@ class Runtime:
         following = (await self.dispatcher.queue(submission.queue_id, submission.tenant, ordered=True)).order.following
         if number - following > self._max_gap:
             raise Unprocessable(
-                f"seq_id is {number}, and {following} is the next of {submission.queue_id!r}: it may be at most "
-                f"{self._max_gap} above it; count it up by one with each request"
+                f"seq_id must be at most {self._max_gap} above the next one of {submission.queue_id!r}, which is "
+                f"{following}, got {number}; count it up by one with each request"
             )
 
     async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
@@ -213,14 +213,14 @@ class Runtime:
             self._lease_lost(str(error))
             raise
         if accepted.fresh:
-            operation.asked_by = REQUEST.get()
+            operation.http_request = REQUEST.get()
             if submission.refusal is not None:
-                self._tell(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
-            await self._take_up(operation)
+                self._record_end(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
+            await self._enqueue(operation)
         return accepted
 
-    async def _take_up(self, operation: Operation) -> None:
-        """Put an operation of the log into its queue; it is there for good, so this goes on until it works."""
+    async def _enqueue(self, operation: Operation) -> None:
+        """Put a logged operation into its queue; retries until the queue can be read."""
         while True:
             try:
                 queue = await self.dispatcher.queue(operation.queue_id, operation.tenant, operation.ordered)
@@ -232,31 +232,31 @@ class Runtime:
             if operation.status == "pending":
                 self.futures.open(operation)
             self.dispatcher.arrive(queue, operation)
-            self._lighten(queue, operation)
-        elif (read := self.futures.find(operation.request, operation.tenant)) is not None:
-            read.asked_by = operation.asked_by  # the queue was read with it
+            self._drop_payload(queue, operation)
+        elif (loaded := self.futures.find(operation.request, operation.tenant)) is not None:
+            loaded.http_request = operation.http_request  # the operation was loaded together with its queue
 
-    def _lighten(self, queue: ModelQueue, operation: Operation) -> None:
-        """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
+    def _drop_payload(self, queue: ModelQueue, operation: Operation) -> None:
+        """Drop the payload of a waiting operation if it is large or many wait; it is read again before sending."""
         waits = operation.payload is not None and operation.id not in queue.in_flight
         small = len(operation.payload or b"") <= self._settings.limits.small_bytes
         if waits and not (small and len(self.futures) <= _KEPT):
             operation.payload = None
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
-        """Return a future as soon as it is over, or what it is after so many seconds.
+        """Return a future when it is resolved, or its current state after `seconds`.
 
         Raises:
-            NotFound: it was never given to this tenant.
-            Gone: it was, and is no longer kept.
+            NotFound: the tenant has no such request.
+            Gone: its result is no longer kept.
         """
         return await self.futures.wait(request, tenant, seconds)
 
     async def cancel(self, request: str, tenant: str) -> None:
-        """Drop an operation that has not begun; a sampling request is dropped while it runs, too.
+        """Cancel an operation that has not started; sampling requests are cancelled while they run, too.
 
         Raises:
-            NotFound: it was never given to this tenant.
+            NotFound: the tenant has no such request.
         """
         operation = self.futures.find(request, tenant)
         if operation is None:
@@ -265,49 +265,49 @@ class Runtime:
             self.cancellation.cancel(operation)
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
+        """Snapshot and free the models of a finished session, and fail what waits in its queues."""
         self.cancellation.leave(f"{session}:", "its session was finished")
 
-    # what others look at
+    # Status
 
     @property
     def unrecorded(self) -> Collection[str]:
-        """Folders of snapshots that are on the disk and not in the log yet."""
+        """Folders of snapshots that are on disk but not in the log yet."""
         return self._events.unrecorded
 
     def queued(self, tenant: str) -> int:
-        """Return how many operations of a tenant wait or run."""
+        """Return the number of unfinished operations of a tenant."""
         return self.futures.waiting[tenant]
 
     def healthy(self) -> bool:
-        """Return whether this process can go on at all."""
+        """Return whether this process can continue."""
         return self.runtime_status.lost is None
 
     async def status(self) -> dict[str, Any]:
-        """Return what the service does at the moment."""
+        """Return the current figures of the service."""
         return self.runtime_status.status()
 
-    # what the engine tells (`supervision.Listener`)
+    # Engine events (`supervision.Listener`)
 
     @property
     def waiting(self) -> int:
-        """Number of things that the engine was asked for and did not answer."""
+        """Number of unanswered requests to the engine."""
         return len(self.dispatcher.in_flight) + self.dispatcher.restoring
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
-        """Begin to send."""
+        """Start sending to a new engine."""
         self.info = replace(info, tokenizer=self._settings.tokenizer or info.tokenizer)
-        self.runtime_status.last_pass.begin_anew()
+        self.runtime_status.last_pass.reset()
         self.dispatcher.engine_up(child)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
-        """Take back what it had."""
+        """Take back the operations of an engine that died."""
         if self._figures is not None:
             count_death(self._figures, why)
         await self.dispatcher.engine_down(blamed, why)
 
     def message(self, message: Message) -> None:
-        """Take an answer."""
+        """Handle a message of the engine."""
         if message.type == messages.DONE:
             self.runtime_status.ended(message)
             self._events.done(message)
@@ -322,32 +322,32 @@ class Runtime:
         if self._figures is not None:
             count_message(self._figures, message)
 
-    # the rest
+    # Internals
 
     def _written(self, operation: Operation, outcome: Outcome) -> None:
         status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"
         operation.status = status  # type: ignore[assignment]
         if operation.kind == "create" and status != "done":
-            self._never_made(operation, outcome.error or "its creation failed")
+            self._creation_failed(operation, outcome.error or "its creation failed")
         if operation.kind == "save" and status != "done" and operation.payload is not None:
             folder = Save.parse(operation.payload).folder
             self.outcomes.then(lambda: self._effects.remove([folder]))
         future = Future(
             operation.kind, operation.status, operation.queue_id, outcome.result, outcome.error, outcome.category
         )
-        self._tell(operation, outcome, self.futures.resolve(operation, future))
+        self._record_end(operation, outcome, self.futures.resolve(operation, future))
 
-    def _tell(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
-        """Let the log and the figures have an operation that is over."""
+    def _record_end(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """Log and count a finished operation."""
         ending = ending_of(outcome)
         log_ended(operation, ending, seconds)
         if self._figures is not None:
             self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
 
     def _unwritten(self, operation: Operation) -> None:
-        """Restore a model from the log, which does not have the effect of an operation that the model has.
+        """Restore a model from the log, because the engine has an effect that the log does not have.
 
-        What was computed after the operation is computed again.
+        Later operations of the model run again.
         """
         queue = self.dispatcher.queues.get(operation.queue_id)
         if queue is not None and queue.ordered and queue.closed is None:
@@ -355,26 +355,26 @@ class Runtime:
             again = self.outcomes.withdraw(operation.queue_id)
             self.dispatcher.postpone(queue, "the result of an operation could not be written", again)
 
-    def _never_made(self, operation: Operation, reason: str) -> None:
+    def _creation_failed(self, operation: Operation, reason: str) -> None:
         queue = self.dispatcher.queues.get(operation.queue_id)
         if queue is not None and queue.closed is None:
             self.dispatcher.close(queue, NEVER_CREATED)
         self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.queue_id, reason))
 
     def _end_with_the_engine(self, task: asyncio.Task[None]) -> None:
-        """End the process, for who started it to start it again, if nobody looks after the engine any more."""
+        """Shut the process down if the supervisor failed, so that its parent restarts it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("the engine supervisor failed", exc_info=error)
             self._lease_lost("the service failed and is shutting down")
 
     def _lease_lost(self, why: str) -> None:
-        _log.critical("%s; this process does nothing more", why)
+        _log.critical("%s; this process stops all work", why)
         self.runtime_status.lost = why
         self.dispatcher.stopped = True
         self.lost.set()
 
     async def _drop_idle(self) -> None:
-        """Forget idle queues behind what is still to be written; while that cannot be, nothing waits for it."""
+        """Drop idle queues after pending outcomes are written; skipped while the store cannot be written."""
         if self.outcomes.trouble is None:
             self.outcomes.then(self._forget_idle)
 
@@ -389,16 +389,16 @@ def _starter(settings: Settings) -> Callable[[bool], Awaitable[Child]]:
     return start
 
 
-_LACKING = "memory or descriptors are lacking"
+_LACKING = "not enough memory or file descriptors"
 
 
 class EngineEvents:
-    """Handles the messages of the engine about models.
+    """Handles messages of the engine about models.
 
     Args:
-        dispatcher: knows what the engine has.
-        journal: the log.
-        outcomes: writes.
+        dispatcher: the operations in flight.
+        journal: the operation log.
+        outcomes: the writer of outcomes.
         effects: the rest of the store.
 
     Attributes:
@@ -413,7 +413,7 @@ class EngineEvents:
         self._effects = effects
 
     def done(self, message: Message) -> None:
-        """Take the answer to an operation; one that was dropped meanwhile is nobody's."""
+        """Handle the answer to an operation; ignored if the operation was cancelled."""
         flight = self._dispatcher.land(message.head["id"])
         if flight is None:
             return
@@ -427,7 +427,7 @@ class EngineEvents:
         elif message.head.get("later"):
             self._dispatcher.postpone(queue, _LACKING)
         else:
-            self._dispatcher.corrupt(queue, f"operation {operation.number} failed when it was done again: {error}")
+            self._dispatcher.corrupt(queue, f"operation {operation.number} failed when it was repeated: {error}")
         self._dispatcher.release(queue)
 
     def _outcome(self, operation: Operation, head: dict[str, Any], body: bytes) -> Outcome:
@@ -448,10 +448,10 @@ class EngineEvents:
             self._dispatcher.close(queue, Closed("this model was unloaded"))
             self._outcomes.then(self._effects.unloaded)
         elif not failed and _reads_checkpoint(operation):
-            self._dispatcher.tell(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
+            self._dispatcher.send_order(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
 
     def restored(self, message: Message) -> None:
-        """Take the answer to a RESTORE."""
+        """Handle the answer to a RESTORE."""
         queue = self._dispatcher.queues.get(message.head["queue_id"])
         if queue is None:
             return
@@ -465,11 +465,11 @@ class EngineEvents:
             self._dispatcher.corrupt(queue, "the newest snapshot cannot be read")
 
     def snapshotted(self, message: Message) -> None:
-        """Write that a snapshot is there, behind the outcomes of what it contains."""
+        """Record a snapshot after the outcomes of the operations that it contains."""
         snapshot = Snapshot(**message.head)
         self.unrecorded.add(snapshot.folder)
         queue = self._dispatcher.queues.get(snapshot.queue_id)
-        late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # of a model that was taken back
+        late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # the model was taken back
         agreed = not late and self._agrees(snapshot)
 
         async def record() -> None:
@@ -482,12 +482,12 @@ class EngineEvents:
         self._outcomes.then(record)
 
     def _agrees(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot is of a model that goes on, and contains nothing that is to be done again."""
+        """Return whether a snapshot is of an open model and contains no operation that will run again."""
         queue = self._dispatcher.queues.get(snapshot.queue_id)
         return queue is None or (queue.closed is None and queue.agrees_with(snapshot.number))
 
     def detached(self, message: Message) -> None:
-        """Note that the engine let go of a model."""
+        """Handle the release of a model by the engine."""
         queue = self._dispatcher.queues.get(message.head["queue_id"])
         if queue is None:
             return
@@ -497,7 +497,7 @@ class EngineEvents:
 
 
 def _reads_checkpoint(operation: Operation) -> bool:
-    """Whether it cannot be done again once its checkpoint is deleted, so that a snapshot should cover it soon."""
+    """Whether replay needs a checkpoint that may be deleted, so that a snapshot should be taken soon."""
     if operation.kind == "load":
         return True
     if operation.kind != "create" or operation.payload is None:
@@ -507,13 +507,13 @@ def _reads_checkpoint(operation: Operation) -> bool:
 
 @dataclass(slots=True)
 class Chore:
-    """Something to be done.
+    """A periodic task.
 
     Attributes:
         name: for the log.
-        every: seconds from one time to the next.
-        work: does it.
-        due: when it is next due, on the monotonic clock.
+        every: interval in seconds.
+        work: the function.
+        due: next run, in seconds of the monotonic clock.
     """
 
     name: str
@@ -523,22 +523,22 @@ class Chore:
 
 
 class Janitor:
-    """Does chores, one after another."""
+    """Runs chores, one at a time."""
 
     def __init__(self) -> None:
         self._chores: list[Chore] = []
         self._task: asyncio.Task[None] | None = None
 
     def add(self, name: str, every: float, work: Callable[[], Awaitable[object]]) -> None:
-        """Take on a chore."""
+        """Add a chore."""
         self._chores.append(Chore(name, every, work, time.monotonic() + every))
 
     def start(self) -> None:
-        """Begin."""
+        """Start the task."""
         self._task = asyncio.create_task(self._run(), name="janitor")
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

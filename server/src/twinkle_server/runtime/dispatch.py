@@ -1,4 +1,4 @@
-"""From queues to the engine: operations are sent in their turn, repeated after a crash, and taken back when it dies."""
+"""From queues to the engine: operations are sent in order, replayed after a crash, and taken back when it dies."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ class _Waiting:
 
 
 class Window:
-    """A bound on bytes, for which tenants wait in turn, whatever the number of their queues.
+    """A limit on bytes in flight, shared fairly between tenants whatever the number of their queues.
 
     Args:
-        limit: bytes; a single operation that is larger goes when nothing else is under way.
+        limit: bytes; a larger operation is sent when nothing else is in flight.
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,16 +38,16 @@ class Window:
         self._used = 0
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
 
-    def try_take(self, size: int) -> bool:
-        """Take room for an operation if there is some and nobody waits for it."""
+    def try_acquire(self, size: int) -> bool:
+        """Reserve bytes for an operation if they are free and no tenant waits."""
         if self._waiting or not self._fits(size):
             return False
         self._used += size + _FRAME
         return True
 
-    async def take(self, tenant: str, size: int) -> None:
-        """Wait for room for an operation."""
-        if self.try_take(size):
+    async def acquire(self, tenant: str, size: int) -> None:
+        """Reserve bytes for an operation; wait until they are free."""
+        if self.try_acquire(size):
             return
         entry = _Waiting(size, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(entry)
@@ -55,19 +55,19 @@ class Window:
             await entry.granted
         except asyncio.CancelledError:
             if entry.granted.done() and not entry.granted.cancelled():
-                self.give(size)
+                self.release(size)
             else:
                 self._forget(tenant, entry)
             raise
 
-    def give(self, size: int) -> None:
-        """Give room back."""
+    def release(self, size: int) -> None:
+        """Release bytes."""
         self._used -= size + _FRAME
         self._grant()
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
+        """Bytes reserved."""
         return self._used
 
     def _fits(self, size: int) -> bool:
@@ -97,7 +97,7 @@ class Window:
 
 _log = logging.getLogger(__name__)
 _RETRY: Final = 1.0
-"""Seconds after which a queue is tried again whose operations could not be read."""
+"""Seconds before reading the operations of a queue is retried."""
 MAX_DEATHS: Final = 6
 """Consecutive deaths of engines by the same operation or snapshot, after which its model is given up."""
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -113,12 +113,12 @@ class Dispatcher:
     """Sends the operations of all queues to the engine, within a window of bytes.
 
     Args:
-        journal: the log.
-        outcomes: writes how operations ended.
+        journal: the operation log.
+        outcomes: the writer of outcomes.
         effects: the rest of the store.
-        window: bytes that may be on their way to the engine.
-        opened: called with pending operations that are read from the log.
-        replayed: called for each operation that is repeated.
+        window: bytes that may be in flight.
+        opened: called with each pending operation that is read from the log.
+        replayed: called for each replay.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Dispatcher:
         self._loading: dict[str, asyncio.Task[ModelQueue]] = {}
         self._senders: dict[ModelQueue, asyncio.Task[None]] = {}
         self._burials: set[asyncio.Task[None]] = set()
-        self._deaths: dict[int, int] = {}  # of engines, by the operation that was repeated
+        self._deaths: dict[int, int] = {}  # deaths of engines during a replay, by operation
         self._suspects = asyncio.Lock()
         self.queues: dict[str, ModelQueue] = {}
         self.in_flight: dict[int, InFlight] = {}
@@ -148,12 +148,12 @@ class Dispatcher:
     # Queues
 
     async def queue(self, name: str, tenant: str, ordered: bool) -> ModelQueue:
-        """Return a queue; one that is not in memory is read from the log."""
+        """Return a queue; load it from the log if it is not in memory."""
         if name in self.queues:
             return self.queues[name]
         if not ordered:
             return self.queues.setdefault(name, ModelQueue(name, tenant, ordered=False))
-        if (loading := self._loading.get(name)) is None:  # requests that come at the same time share it
+        if (loading := self._loading.get(name)) is None:  # concurrent requests share one load
             loading = self._loading[name] = asyncio.create_task(self._load(name, tenant))
             loading.add_done_callback(lambda _: self._loading.pop(name, None))
         return await asyncio.shield(loading)
@@ -190,16 +190,16 @@ class Dispatcher:
         self.kick(queue)
 
     def fail(self, operation: Operation, reason: str, category: Category = "server") -> None:
-        """End an operation that the engine does not have."""
+        """Fail an operation that was not sent to the engine."""
         self._outcomes.put(operation, Outcome(operation.id, error=reason, category=category))
 
     def close(self, queue: ModelQueue, closed: Closed) -> None:
-        """Fail what waits in a queue, and everything that still arrives."""
+        """Close a queue and fail its waiting operations."""
         for operation in queue.close(closed):
             self.fail(operation, closed.reason, closed.category)
 
     def drop_idle(self) -> None:
-        """Forget queues in which nothing happens."""
+        """Remove idle queues from memory."""
         for name in [name for name, queue in self.queues.items() if queue.idle]:
             del self.queues[name]
 
@@ -211,7 +211,7 @@ class Dispatcher:
     # Sending
 
     def kick(self, queue: ModelQueue) -> None:
-        """Send what can be sent at once; the rest is left to a task of the queue's own."""
+        """Send what is possible without waiting; start a task for the rest."""
         if queue.closed is not None:
             self.close(queue, queue.closed)
         child = self.child
@@ -230,13 +230,13 @@ class Dispatcher:
         payload = operation.payload
         if payload is None or operation.kind == "sample" or queue.must_attach:
             return False
-        if not self._window.try_take(len(payload)):
+        if not self._window.try_acquire(len(payload)):
             return False
         self._send(child, queue, operation, payload)
         return True
 
     async def _send_all(self, child: Child, queue: ModelQueue) -> None:
-        """Send what is ready, attaching the model first; waits for the log and for the window."""
+        """Send the ready operations, attaching the model first; wait for the log and the window."""
         try:
             while queue.head is not None and queue.closed is None and not self.stopped:
                 if queue.must_attach:
@@ -245,14 +245,14 @@ class Dispatcher:
                     await self._send_when_possible(child, queue, queue.head)
                 await child.room()
         except LinkClosed:
-            await asyncio.Event().wait()  # the engine is gone, and this task is about to be cancelled
+            await asyncio.Event().wait()  # the engine died, and this task is about to be cancelled
         except Corrupted as error:
             self.corrupt(queue, str(error))
         except Exception:
             _log.exception("cannot read the operations of model %s; retrying", queue.name)
             await asyncio.sleep(_RETRY)
         finally:
-            if self._senders.get(queue) is asyncio.current_task():  # else it was cancelled, and the queue knows
+            if self._senders.get(queue) is asyncio.current_task():  # otherwise the task was cancelled by its queue
                 del self._senders[queue]
                 queue.stop_sending()
         self.kick(queue)
@@ -264,14 +264,14 @@ class Dispatcher:
         except Corrupted:
             if queue.head is operation:
                 raise
-            return  # it was cancelled meanwhile, which drops its payload
+            return  # the operation was cancelled meanwhile, which drops its payload
         if operation.kind == "sample":
             payload = await self._with_source(queue, operation, payload)
-        await self._window.take(operation.tenant, len(payload))
+        await self._window.acquire(operation.tenant, len(payload))
         if queue.closed is None and queue.head is operation:
             self._send(child, queue, operation, payload)
         else:
-            self._window.give(len(payload))
+            self._window.release(len(payload))
 
     async def _payload(self, operation: Operation) -> bytes:
         if operation.payload is not None:
@@ -279,10 +279,10 @@ class Dispatcher:
         try:
             return await self._journal.payload(operation.id)
         except LookupError as error:
-            raise Corrupted(f"what operation {operation.number} asks for is lost") from error
+            raise Corrupted(f"the payload of operation {operation.number} is missing") from error
 
     async def _with_source(self, queue: ModelQueue, operation: Operation, payload: bytes) -> bytes:
-        """Return the payload of a sampling request with the folder of the weights that are newest now."""
+        """Return the payload of a sampling request with the folder of the newest weights."""
         sample = Sample.parse(payload)
         if sample.inflight is None:
             return payload
@@ -296,7 +296,7 @@ class Dispatcher:
         operation.payload = None if operation.kind in PASSES or operation.kind == "sample" else payload
 
     def _put(self, child: Child, flight: InFlight, payload: bytes, composition: str | None = None) -> None:
-        """Send an operation, for which there is room in the window."""
+        """Send an operation whose bytes are reserved."""
         operation = flight.operation
         flight.queue.sent(flight)
         self.in_flight[operation.id] = flight
@@ -315,27 +315,27 @@ class Dispatcher:
         child.put(Message(messages.RUN, head, payload))
 
     def land(self, operation: int) -> InFlight | None:
-        """Note that the engine does not have an operation any more; return what it was, if it had it."""
+        """Remove an operation from those in flight, and return it; None if it is not in flight."""
         flight = self.in_flight.pop(operation, None)
         if flight is not None:
             flight.queue.landed(operation)
-            self._window.give(flight.size)
+            self._window.release(flight.size)
         return flight
 
-    def tell(self, message: Message) -> None:
-        """Send what concerns the present engine alone."""
+    def send_order(self, message: Message) -> None:
+        """Send a message that concerns only the current engine; dropped without one."""
         if self.child is not None:
             with contextlib.suppress(LinkClosed):
                 self.child.put(message)
 
-    # Attaching: the newest snapshot, then what was done after it
+    # Attaching: the newest snapshot, then the operations after it
 
     async def _attach(self, child: Child, queue: ModelQueue) -> None:
-        """Let the engine restore a model, and repeat what was done after the snapshot, in order.
+        """Restore a model in the engine, and replay the operations after the snapshot in order.
 
         Raises:
-            Corrupted: something of that is lost.
-            LinkClosed: the engine is gone.
+            Corrupted: data for this is missing.
+            LinkClosed: the engine died.
         """
         queue.start_attaching()
         try:
@@ -351,7 +351,7 @@ class Dispatcher:
             for row in done:
                 await self._repeat(child, queue, row)
         except LinkClosed:
-            raise  # what killed it is counted first
+            raise  # the death is counted by `engine_down`
         except Exception:
             for number in list(queue.in_flight):
                 self.land(number)
@@ -360,7 +360,7 @@ class Dispatcher:
         queue.attached()
 
     async def _restore(self, child: Child, queue: ModelQueue, folder: str | None) -> None:
-        """Let the engine read a snapshot. One that an engine died of is read while no other such snapshot is."""
+        """Read a snapshot in the engine. Snapshots that engines died of are read one at a time."""
         async with self._suspects if queue.restore_deaths else contextlib.nullcontext():
             answered = asyncio.get_running_loop().create_future()
             queue.start_restoring(answered)
@@ -369,46 +369,46 @@ class Dispatcher:
                 await answered
 
     async def _repeat(self, child: Child, queue: ModelQueue, operation: Operation) -> None:
-        """Send an operation of which only the effect is needed."""
+        """Replay an operation of which only the effect is needed."""
         if self._deaths.get(operation.id, 0) >= MAX_DEATHS:
-            raise Corrupted(f"the engine died {MAX_DEATHS} times while it did operation {operation.number} again")
+            raise Corrupted(f"the engine died {MAX_DEATHS} times while it repeated operation {operation.number}")
         try:
             payload = operation.payload
             payload = await self._journal.payload(operation.id) if payload is None else payload
             composition = await self._journal.composition(operation.id)
         except LookupError as error:
-            raise Corrupted(f"what operation {operation.number} asked for is lost") from error
-        await self._window.take(operation.tenant, len(payload))
+            raise Corrupted(f"the payload of operation {operation.number} is missing") from error
+        await self._window.acquire(operation.tenant, len(payload))
         if queue.closed is not None:
-            self._window.give(len(payload))
+            self._window.release(len(payload))
             return
         self.replays += 1
         self._replayed()
         self._put(child, InFlight(operation, queue, len(payload), replay=True), payload, composition)
 
     def repeated(self, operation: Operation) -> None:
-        """Note that an operation was repeated."""
+        """Handle the end of a replay."""
         self._deaths.pop(operation.id, None)
 
     # Detaching, postponing, giving up
 
     def release(self, queue: ModelQueue) -> None:
-        """Let the engine free a model that is to leave, if nothing of it runs."""
+        """Detach a model that is to be detached, if no operation runs."""
         todo = queue.release(engine=self.child is not None)
         if todo == "detach":
-            self.tell(Message(messages.DETACH, {"queue_id": queue.name}))
+            self.send_order(Message(messages.DETACH, {"queue_id": queue.name}))
         elif todo == "detached":
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
 
     def postpone(self, queue: ModelQueue, reason: str, again: Sequence[Operation] = ()) -> None:
-        """Take a model out of the engine because something is lacking; it is attached again after a pause.
+        """Take a model out of the engine, and attach it again after a pause.
 
-        Without an engine there is nothing to take back, and the model is attached again anyway.
+        Without an engine, operations are only put back; the model is attached to the next engine.
 
         Args:
             queue: of the model.
             reason: shown to clients.
-            again: operations that the engine has answered and that must run again, before all others.
+            again: operations that the engine has finished but that must run again first.
         """
         if self.child is None or (flights := queue.postpone(reason)) is None:
             queue.put_back(again)
@@ -424,8 +424,8 @@ class Dispatcher:
         self._forget(queue)
 
     def forgotten(self, queue: ModelQueue) -> None:
-        """Begin the pause of a postponed model: the engine has forgotten it, and sends no more answers about it."""
-        self._outcomes.then(queue.trust)  # behind the snapshots that it reported before
+        """Start the pause of a postponed model; the engine has dropped it and sends no more messages about it."""
+        self._outcomes.then(queue.trust)  # after the snapshots that the engine reported before
         pause = PAUSES[min(queue.next_attempt(), len(PAUSES) - 1)]
         asyncio.get_running_loop().call_later(pause, self._resume, queue)
 
@@ -435,18 +435,18 @@ class Dispatcher:
         self.release(queue)
 
     def corrupt(self, queue: ModelQueue, why: str) -> None:
-        """Give a model up: nothing more runs in it, and what waits fails once its last checkpoint is known."""
+        """Close a model that cannot be restored; its operations fail with the path of its last checkpoint."""
         victims = [flight.operation for flight in queue.in_flight.values() if not flight.replay]
         for number in list(queue.in_flight):
             self.land(number)
         victims += queue.close(Closed(f"cannot restore this model: {why}", "server"))
         self._forget(queue)
         _log.error("cannot restore model %s: %s", queue.name, why)
-        task = asyncio.create_task(self._bury(queue, victims))
+        task = asyncio.create_task(self._fail_all(queue, victims))
         self._burials.add(task)
         task.add_done_callback(self._burials.discard)
 
-    async def _bury(self, queue: ModelQueue, victims: list[Operation]) -> None:
+    async def _fail_all(self, queue: ModelQueue, victims: list[Operation]) -> None:
         reason = queue.closed.reason if queue.closed else ""
         try:
             last = await self._effects.last_checkpoint(queue.tenant, queue.name)
@@ -459,23 +459,23 @@ class Dispatcher:
             self.fail(operation, reason)
 
     def _forget(self, queue: ModelQueue) -> None:
-        """Let the engine free what it has of a model, without a snapshot."""
-        self.tell(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
+        """Drop a model in the engine without a snapshot."""
+        self.send_order(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
 
     # Engines
 
     def engine_up(self, child: Child) -> None:
-        """Send to this engine from now on."""
+        """Start sending to a new engine."""
         self.child = child
         for queue in list(self.queues.values()):
             self.kick(queue)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
-        """Take back what the engine had; an operation that was under way for the second time fails.
+        """Take back the operations of an engine that died; an operation that ran in two such engines fails.
 
         Args:
-            blamed: operations that were under way.
-            why: what happened, for clients.
+            blamed: ids of the operations that were running.
+            why: shown to clients.
         """
         self.child = None
         senders = list(self._senders.values())

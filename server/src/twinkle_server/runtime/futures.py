@@ -1,4 +1,4 @@
-"""Futures that clients wait for: an event each, no polling, results that were just written kept at hand."""
+"""Futures that clients wait for: one event per operation instead of polling, and a cache of recent results."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from twinkle_server.operations import Future, Operation
 from twinkle_server.ports import Journal
 
 _RECENT_BYTES = 16 * 2**20
-_ENTRY = 1024  # what an entry takes beside its result
+_ENTRY = 1024  # bytes of an entry without its result
 _POLLS = 20_000
 
 
@@ -18,16 +18,16 @@ _POLLS = 20_000
 class _Open:
     operation: Operation
     since: float = field(default_factory=lambda: time.monotonic())
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    resolved: asyncio.Event = field(default_factory=asyncio.Event)
     future: Future | None = None
 
 
 class Futures:
-    """The futures of operations that are not over, and the last ones that are.
+    """The futures of unfinished operations, and a cache of those that finished last.
 
     Args:
-        journal: knows all the others.
-        each: requests of one tenant that may wait at once.
+        journal: holds all other futures.
+        each: maximum number of waiting requests of one tenant.
     """
 
     def __init__(self, journal: Journal, each: int = 4096) -> None:
@@ -42,7 +42,7 @@ class Futures:
         self.waiting: Counter[str] = Counter()
 
     def open(self, operation: Operation) -> None:
-        """Begin to keep the future of an operation."""
+        """Create the future of an operation."""
         if operation.request not in self._open:
             self._open[operation.request] = _Open(operation)
             self.waiting[operation.tenant] += 1
@@ -53,7 +53,7 @@ class Futures:
         return entry.operation if entry is not None and entry.operation.tenant == tenant else None
 
     def resolve(self, operation: Operation, future: Future) -> float:
-        """Say how an operation ended, after that is durable; everyone who waits goes on.
+        """Resolve a future, after its outcome is durable, and wake all waiting requests.
 
         Returns:
             Seconds since it was opened.
@@ -65,17 +65,17 @@ class Futures:
         if self.waiting[operation.tenant] <= 0:
             del self.waiting[operation.tenant]
         entry.future = future
-        entry.over.set()
+        entry.resolved.set()
         self._remember(operation, future)
         return time.monotonic() - entry.since
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
-        """Return a future as soon as it is over, or what it is after so many seconds.
+        """Return a future when it is resolved, or its current state after `seconds`.
 
         Raises:
-            NotFound: it was never given to this tenant.
-            Gone: it was, and is no longer kept.
-            Busy: too many of the tenant's, or of all, wait already.
+            NotFound: the tenant has no such request.
+            Gone: its result is no longer kept.
+            Busy: too many requests of the tenant, or of all tenants, are waiting.
         """
         entry = self._open.get(request)
         if entry is None or entry.operation.tenant != tenant:
@@ -83,9 +83,9 @@ class Futures:
             if operation is None or recent is None or operation.tenant != tenant:
                 return await self._journal.future(request, tenant)
             return self._read(operation, recent)
-        if (mine := self._polls_of[tenant]) >= self._each or self._polls >= _POLLS:
+        if (polls := self._polls_of[tenant]) >= self._each or self._polls >= _POLLS:
             raise Busy(
-                f"too many pending result requests: you have {mine}, the service has {self._polls}", retry_after=2.0
+                f"too many pending result requests: you have {polls}, the service has {self._polls}", retry_after=2.0
             )
         if not self._closed and seconds > 0:
             await self._hold(entry, seconds)
@@ -104,7 +104,7 @@ class Futures:
         self._polls_of[tenant] += 1
         try:
             async with asyncio.timeout(seconds):
-                await entry.over.wait()
+                await entry.resolved.wait()
         except TimeoutError:
             pass
         finally:
@@ -114,23 +114,23 @@ class Futures:
                 del self._polls_of[tenant]
 
     def close(self) -> None:
-        """Let everyone who waits go with what there is, and hold nobody any more."""
+        """Release all waiting requests with the current state, and let no new ones wait."""
         self._closed = True
         for entry in self._open.values():
-            entry.over.set()
+            entry.resolved.set()
 
     def forget_recent(self) -> None:
-        """Ask the journal again for what is over; for after it was purged."""
+        """Clear the cache of results; called after the journal was purged."""
         self._recent.clear()
         self._recent_bytes = 0
 
     @property
     def polls(self) -> int:
-        """Requests that wait at the moment."""
+        """Number of waiting requests."""
         return self._polls
 
     def oldest(self) -> float:
-        """Return the age of the oldest future that is open, in seconds."""
+        """Return the age of the oldest open future in seconds."""
         first = next(iter(self._open.values()), None)
         return 0.0 if first is None else time.monotonic() - first.since
 

@@ -1,7 +1,7 @@
-"""The one writer of what the engine did: outcomes and snapshots reach the journal in the order they happened in.
+"""The single writer of results: outcomes and snapshots reach the journal in the order in which they happened.
 
-`StoreEffects` says what operations change in the store beside the log: models live and end, checkpoints and sampling
-sessions appear.
+`StoreEffects` applies the effects of operations on the rest of the store: status of models, checkpoints, and sampling
+sessions.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ Job = Callable[[], Awaitable[None]]
 
 
 class Outcomes:
-    """Writes outcomes, as many in one commit as came while the last was written; keeps them while the disk is full.
+    """Writes outcomes in batched commits, and keeps them in memory while the disk is full.
 
     Args:
-        journal: where to.
-        written: is told of each when it is durable.
-        lost: called when the journal may not be written any more (another process owns it).
-        unwritten: called with an operation that was done and is failed in the log, because its outcome cannot be
-            written; before `written`.
+        journal: the operation log.
+        written: called with each outcome when it is durable.
+        lost: called when another process has taken over the journal.
+        unwritten: called before `written` with an operation that succeeded but is failed in the log, because its
+            outcome cannot be written.
 
     Attributes:
         trouble: why nothing can be written at the moment.
@@ -60,27 +60,27 @@ class Outcomes:
         self._written = written
         self._lost = lost
         self._queue: deque[Entry | Job] = deque()
-        self._batch: deque[Entry] = deque()  # what is being written one by one
+        self._batch: deque[Entry] = deque()  # outcomes that are written one by one
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.trouble: str | None = None
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the task."""
         self._task = asyncio.create_task(self._run(), name="outcomes")
 
     def put(self, operation: Operation, outcome: Outcome) -> None:
-        """Write how an operation ended, soon."""
+        """Queue the outcome of an operation for writing."""
         self._queue.append((operation, outcome))
         self._wake.set()
 
     def then(self, job: Job) -> None:
-        """Do something when all that came before is durable."""
+        """Run a job after everything queued so far is durable."""
         self._queue.append(job)
         self._wake.set()
 
     def withdraw(self, queue: str) -> list[Operation]:
-        """Remove the results of a queue that are not written yet, and return their operations; failures stay."""
+        """Remove the unwritten results of a queue, and return their operations; failures stay."""
         withdrawn: list[Operation] = []
         for entries in (self._batch, self._queue):
             for entry in list(entries):
@@ -90,7 +90,7 @@ class Outcomes:
         return withdrawn
 
     async def flush(self) -> None:
-        """Wait until all that was put so far is durable."""
+        """Wait until everything queued so far is durable."""
         if self._task is None or self._task.done():
             return
         reached = asyncio.get_running_loop().create_future()
@@ -103,7 +103,7 @@ class Outcomes:
         await asyncio.wait([reached, self._task], return_when=asyncio.FIRST_COMPLETED)
 
     async def stop(self, seconds: float) -> None:
-        """Write what is left, for at most so long, and end."""
+        """Write what is left, for at most `seconds`, and end the task."""
         if self._task is None:
             return
         try:
@@ -143,7 +143,7 @@ class Outcomes:
             return
         reach("outcomes.before_told")
         for (operation, _), outcome in zip(batch, written, strict=True):
-            self._tell(operation, outcome)
+            self._notify(operation, outcome)
         reach("outcomes.after_told")
 
     async def _one_by_one(self, batch: list[Entry]) -> None:
@@ -154,17 +154,17 @@ class Outcomes:
             if written is None:
                 await self._fail(operation, outcome)
             else:
-                self._tell(operation, written[0])
+                self._notify(operation, written[0])
 
     async def _fail(self, operation: Operation, outcome: Outcome) -> None:
-        """Let an operation fail whose outcome is nothing that can be written; at the worst, only who waits is told."""
+        """Fail an operation whose outcome cannot be written; if that fails too, only waiting clients learn of it."""
         failed = replace(outcome, result=None, error="the result could not be written", category="server", also=None)
         written = await self._persist(lambda: self._journal.finish([failed]))
         if outcome.error is None:
             self._unwritten(operation)
-        self._tell(operation, failed if written is None else written[0])
+        self._notify(operation, failed if written is None else written[0])
 
-    def _tell(self, operation: Operation, outcome: Outcome) -> None:
+    def _notify(self, operation: Operation, outcome: Outcome) -> None:
         try:
             self._written(operation, outcome)
         except Exception:
@@ -178,7 +178,7 @@ class Outcomes:
         await self._persist(run)
 
     async def _persist(self, write: Callable[[], Awaitable[list[Outcome]]]) -> list[Outcome] | None:
-        """Write until the store takes it; None says that what is written is at fault, and not the store."""
+        """Write until the store accepts it; return None if the data, not the store, is at fault."""
         pause = _FIRST_WAIT
         while True:
             try:
@@ -186,7 +186,7 @@ class Outcomes:
             except LeaseLost as error:
                 self.trouble = str(error)
                 self._lost(str(error))
-                raise asyncio.CancelledError from error  # nothing of this process may be written any more
+                raise asyncio.CancelledError from error  # this process must not write any more
             except (Busy, OSError) as error:
                 if self.trouble is None:
                     _log.error("cannot write outcomes to the store; retrying: %s", error)
@@ -205,11 +205,11 @@ _PLACES = ("snapshots", "checkpoints")
 
 
 class Records(Protocol):
-    """The store, as effects need it."""
+    """The part of the store that effects need."""
 
     @property
     def database(self) -> Database:
-        """Transactions."""
+        """Runs transactions."""
 
     @property
     def models(self) -> Models:
@@ -221,7 +221,7 @@ class Records(Protocol):
 
 
 class StoreEffects:
-    """The `Effects` of `ports`, in the tables of the store.
+    """The `Effects` of `ports`, on the tables of the store.
 
     Args:
         data: the data directory.
@@ -265,13 +265,13 @@ class StoreEffects:
     async def closed(self, tenant: str, model: str) -> tuple[str, Category] | None:
         """See `ports.Effects`."""
         try:
-            found = await self._store.models.get(tenant, model)
+            record = await self._store.models.get(tenant, model)
         except NotFound:
             return None
-        if found.status == "gone":
-            return f"this model no longer exists: {found.reason or 'it was unloaded'}", "user"
-        if found.status == "corrupted":
-            return found.reason or "this model cannot be made again", "server"
+        if record.status == "gone":
+            return f"this model no longer exists: {record.reason or 'it was unloaded'}", "user"
+        if record.status == "corrupted":
+            return record.reason or "this model cannot be restored", "server"
         return None
 
     async def attached(self, tenant: str, model: str) -> None:
@@ -299,8 +299,8 @@ class StoreEffects:
 
     async def last_checkpoint(self, tenant: str, model: str) -> str | None:
         """See `ports.Effects`."""
-        found = await self._store.checkpoints.latest(tenant, [model], time.time())
-        newest = found.get((model, "weights"))
+        checkpoints_by_kind = await self._store.checkpoints.latest(tenant, [model], time.time())
+        newest = checkpoints_by_kind.get((model, "weights"))
         return None if newest is None else str(newest.path)
 
     async def inflight_folder(self, tenant: str, model: str) -> str | None:
@@ -320,28 +320,28 @@ class StoreEffects:
 
 def _created(operation: Operation) -> Outcome:
     create = Create.parse(_payload(operation))
-    said: dict[str, Any] = {"type": "create_model", "model_id": operation.queue_id}
+    response: dict[str, Any] = {"type": "create_model", "model_id": operation.queue_id}
     if create.path is not None:
-        said |= {"type": "load_weights", "path": create.path}
+        response |= {"type": "load_weights", "path": create.path}
 
     def also(connection: Connection) -> None:
         with contextlib.suppress(NotFound):
             models.set_status(connection, operation.tenant, operation.queue_id, "live", time.time())
 
-    return _json(operation, said, also)
+    return _json(operation, response, also)
 
 
 def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
     save = Save.parse(_payload(operation))
     path = CheckpointPath(operation.queue_id, save.kind, save.name) if save.name is not None else None
     types = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
-    said: dict[str, Any] = {"type": types.get(save.kind, "save_weights_external")}
+    response: dict[str, Any] = {"type": types.get(save.kind, "save_weights_external")}
     if path is not None:
-        said["path"] = str(path)
+        response["path"] = str(path)
     if save.sampler is not None:
-        said["sampling_session_id"] = save.sampler
+        response["sampling_session_id"] = save.sampler
     if save.kind == "external_weights":
-        said["size_bytes"] = extra.get("size_bytes", 0)
+        response["size_bytes"] = extra.get("size_bytes", 0)
 
     def also(connection: Connection) -> None:
         model, now = models.get(connection, operation.tenant, operation.queue_id), time.time()
@@ -350,7 +350,7 @@ def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
         if save.sampler is not None:
             _add_sampler(connection, model, save, save.sampler, now)
 
-    return _json(operation, said, also)
+    return _json(operation, response, also)
 
 
 def _checkpoint(model: Model, save: Save, name: str, extra: dict[str, Any], now: float) -> Checkpoint:
@@ -377,10 +377,10 @@ def _checkpoint(model: Model, save: Save, name: str, extra: dict[str, Any], now:
 
 def _add_sampler(connection: Connection, model: Model, save: Save, sampler: str, now: float) -> None:
     session, _, number = sampler.rpartition(":sample:")
-    made = Sampler(sampler, model.tenant, session, int(number), model.base, now, folder=save.folder)
+    record = Sampler(sampler, model.tenant, session, int(number), model.base, now, folder=save.folder)
     if save.inflight:
-        made.inflight = model.id
-    samplers.add(connection, made)
+        record.inflight = model.id
+    samplers.add(connection, record)
     if save.inflight:
         samplers.move_inflight(connection, model.tenant, model.id, save.folder)
 
@@ -391,5 +391,5 @@ def _payload(operation: Operation) -> bytes:
     return operation.payload
 
 
-def _json(operation: Operation, said: dict[str, Any], also: Callable[[Any], None] | None = None) -> Outcome:
-    return Outcome(operation.id, result=orjson.dumps(said), also=also)
+def _json(operation: Operation, response: dict[str, Any], also: Callable[[Any], None] | None = None) -> Outcome:
+    return Outcome(operation.id, result=orjson.dumps(response), also=also)

@@ -51,7 +51,7 @@ class SequenceOrder(Generic[T]):
         self._used: set[int] = set()
 
     def arrive(self, number: int, item: T, now: float) -> bool:
-        """Add an item; return False if its number was used or released before, or is here."""
+        """Add an item; return False if its number is already used, released or waiting."""
         if number < self.following or number in self._early or number in self._used:
             return False
         if number == self.following:
@@ -63,7 +63,7 @@ class SequenceOrder(Generic[T]):
         return True
 
     def use_up(self, number: int) -> None:
-        """Mark a number as used: its item was refused or cancelled, or has ended."""
+        """Mark a number as used: its item was refused, was cancelled, or has ended."""
         if number < self.following:
             return
         self._early.pop(number, None)
@@ -89,7 +89,7 @@ class SequenceOrder(Generic[T]):
 
         Returns:
             The items directly behind them, which must fail: they were meant to run after the missing ones. Items behind
-            a further gap go on waiting.
+            a further gap keep waiting.
         """
         if not self._early:
             return []
@@ -104,7 +104,7 @@ class SequenceOrder(Generic[T]):
         return dropped
 
     def drop_far(self, limit: int) -> list[T]:
-        """Remove the items that wait for more than `limit` numbers, in order; their own numbers become used."""
+        """Remove the items more than `limit` above the next number, in order; their numbers become used."""
         far = sorted(number for number in self._early if number - self.following > limit)
         self._used.update(far)
         return [self._early.pop(number)[1] for number in far]
@@ -114,7 +114,7 @@ class SequenceOrder(Generic[T]):
         return number in self._early
 
     def drop_all(self) -> list[T]:
-        """Remove everything that is ready or waits, in order; its numbers become used."""
+        """Remove all ready and waiting items, in order; their numbers become used."""
         dropped = [*self.ready, *(item for _, (_, item) in sorted(self._early.items(), key=lambda entry: entry[0]))]
         self.ready.clear()
         self._used.update(self._early)
@@ -139,32 +139,32 @@ class SequenceOrder(Generic[T]):
 
 
 class State(StrEnum):
-    """Where the state of a model is."""
+    """State of a model."""
 
     DETACHED = "detached"
-    """The engine does not have the model; snapshot and log do. The queue of a sampling session is always detached."""
+    """The engine does not have the model; it exists as snapshot and log. Sampling sessions stay in this state."""
     ATTACHING = "attaching"
-    """The engine reads the newest snapshot, and the operations after it are sent again."""
+    """The engine reads the newest snapshot, and later operations are sent again."""
     ATTACHED = "attached"
     """The engine has the model; operations are sent as they become ready."""
     DETACHING = "detaching"
     """The engine writes a snapshot and frees the model."""
     POSTPONED = "postponed"
-    """The engine was told to forget the model; it is attached again after a pause."""
+    """The engine drops the model; it is attached again after a pause."""
     CLOSED = "closed"
-    """Nothing runs any more; every operation fails with the reason."""
+    """No operation runs any more; every operation fails with the reason."""
 
 
 TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
-    # An operation is ready | what runs could not be written into the log | unloaded, corrupted or forgotten.
+    # An operation is ready | a result could not be written to the log | unloaded, corrupted or deleted.
     State.DETACHED: frozenset({State.ATTACHING, State.POSTPONED, State.CLOSED}),
-    # Everything was sent | the engine died, or the log could not be read | memory is lacking | it cannot be restored.
+    # All operations were sent | the engine died, or the log could not be read | out of memory | cannot be restored.
     State.ATTACHING: frozenset({State.ATTACHED, State.DETACHED, State.POSTPONED, State.CLOSED}),
     # The session ended | the engine died | a result could not be written | unloaded, or a replay failed.
     State.ATTACHED: frozenset({State.DETACHING, State.DETACHED, State.POSTPONED, State.CLOSED}),
-    # The engine has let go of it, or died | its snapshot could not be read after all: for now, or for good.
+    # The engine has freed it, or died | its snapshot could not be read: temporarily, or permanently.
     State.DETACHING: frozenset({State.DETACHED, State.POSTPONED, State.CLOSED}),
-    # The pause is over, or there is another engine | forgotten meanwhile.
+    # The pause has ended, or a new engine started | deleted meanwhile.
     State.POSTPONED: frozenset({State.DETACHED, State.CLOSED}),
     # Only the reason may become more precise.
     State.CLOSED: frozenset({State.CLOSED}),
@@ -173,7 +173,7 @@ TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Why a queue is closed; every operation that still arrives fails with it."""
+    """Why a queue is closed; every later operation fails with this reason."""
 
     reason: str
     category: Category = "user"
@@ -181,13 +181,13 @@ class Closed:
 
 @dataclass(slots=True)
 class InFlight:
-    """An operation that the engine has.
+    """An operation that was sent to the engine.
 
     Attributes:
         operation: the operation.
         queue: its queue.
         size: size of its payload in bytes.
-        replay: its result is known, and only its effect on the model is needed.
+        replay: the result is already known; only the effect on the model is needed.
     """
 
     operation: Operation
@@ -197,19 +197,19 @@ class InFlight:
 
 
 class ModelQueue:
-    """Operations of one model, or of one sampling session.
+    """The operations of one model or one sampling session.
 
     Args:
         name: id of the model or session.
         tenant: its owner.
         ordered: operations run in the order of their numbers; False for a sampling session.
-        snapshot_number: number of the last operation in the newest snapshot; -1 if there is none.
-        newest_row: id of the newest row of the log when the queue was read from there.
-        closed: why nothing runs in it, if so.
+        snapshot_number: number of the last operation in the newest snapshot; -1 without a snapshot.
+        newest_row: id of the newest row of the log when the queue was loaded.
+        closed: why the queue is closed, if it is.
 
     Attributes:
-        order: what may run, and what waits for which number.
-        in_flight: what the engine has, by id.
+        order: ready and waiting operations.
+        in_flight: operations sent to the engine, by id.
         restore_deaths: consecutive deaths of the engine while it read the snapshot.
     """
 
@@ -237,56 +237,56 @@ class ModelQueue:
         self._leaving = False
         self._distrusted: int | None = None
 
-    # What it is
+    # Properties
 
     @property
     def state(self) -> State:
-        """Where the model's state is."""
+        """State of the model."""
         return self._state
 
     @property
     def closed(self) -> Closed | None:
-        """Why nothing runs any more, if so."""
+        """Why the queue is closed, if it is."""
         return self._closed
 
     @property
     def postponed(self) -> str | None:
-        """Why the model is not attached at the moment, if it was postponed."""
+        """Why the model is postponed, if it is."""
         return self._postponed if self._state is State.POSTPONED else None
 
     @property
     def sending(self) -> bool:
-        """Whether a task sends what is ready."""
+        """Whether a task is sending the ready operations."""
         return self._sending
 
     @property
     def may_send(self) -> bool:
-        """Whether what is ready may be sent now, or after the model was attached."""
+        """Whether ready operations may be sent, if necessary after attaching the model."""
         return not self._sending and self._state in (State.DETACHED, State.ATTACHED)
 
     @property
     def must_attach(self) -> bool:
-        """Whether the engine must get the model before anything is sent."""
+        """Whether the model must be attached before anything is sent."""
         return self.ordered and self._state is not State.ATTACHED
 
     @property
     def running(self) -> bool:
-        """Whether something of it runs or may run now."""
+        """Whether an operation runs or is ready to run."""
         return bool(self.in_flight or self.order.ready or self._sending or self._state is State.DETACHING)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs, and the engine does not have the model."""
+        """Whether no operation waits or runs, and the engine does not have the model."""
         return self.order.idle and not self.running and self._state is not State.ATTACHED
 
     # Operations
 
     def arrive(self, operation: Operation, now: float) -> bool:
-        """Add an operation; return False if its number was used before.
+        """Add an operation; return False if its number is already used.
 
         Args:
             operation: a new one.
-            now: the time.
+            now: time in seconds, monotonic.
         """
         if self.ordered:
             return self.order.arrive(operation.number, operation, now)
@@ -295,11 +295,11 @@ class ModelQueue:
 
     @property
     def head(self) -> Operation | None:
-        """The operation to be sent next; None if none is ready."""
+        """The operation to send next; None if none is ready."""
         return self.order.ready[0] if self.order.ready else None
 
     def withdraw(self, operation: Operation) -> bool:
-        """Remove an operation that was not sent; return False if it is not here."""
+        """Remove an operation that was not sent; return False if it is not in the queue."""
         if operation in self.order.ready:
             self.order.ready.remove(operation)
         elif self.ordered and self.order.holds(operation.number):
@@ -309,18 +309,18 @@ class ModelQueue:
         return True
 
     def sent(self, flight: InFlight) -> None:
-        """Note that an operation was sent; unless it is a replay, it was the head."""
+        """Move an operation to `in_flight`; unless it is a replay, it must be the head."""
         if not flight.replay:
             head = self.order.ready.popleft()
             assert head is flight.operation
         self.in_flight[flight.operation.id] = flight
 
     def landed(self, operation: int) -> None:
-        """Note that the engine does not have an operation any more."""
+        """Remove an operation from `in_flight`."""
         self.in_flight.pop(operation, None)
 
     def put_back(self, operations: Sequence[Operation]) -> None:
-        """Make operations ready again that were taken back from the engine, before all others."""
+        """Put operations taken back from the engine before all ready ones."""
         self.order.ready.extendleft(reversed(operations))
 
     def _take_back(self) -> list[InFlight]:
@@ -331,7 +331,7 @@ class ModelQueue:
     # Snapshots
 
     def distrust(self, number: int) -> None:
-        """Note that an operation failed whose effect is in the engine, and in every snapshot of it that contains it."""
+        """Distrust the engine's state from an operation on: it failed in the log but has an effect in the engine."""
         self._distrusted = number if self._distrusted is None else min(self._distrusted, number)
 
     @property
@@ -340,11 +340,11 @@ class ModelQueue:
         return self._distrusted is not None
 
     async def trust(self) -> None:
-        """Note that the engine does not have that effect any more, and that its snapshots were recorded or removed."""
+        """Trust the engine's state again: the effect is gone, and its snapshots were recorded or removed."""
         self._distrusted = None
 
     def agrees_with(self, snapshot: int) -> bool:
-        """Return whether a snapshot contains what the log says is done, and nothing else.
+        """Return whether a snapshot contains exactly the operations that are done in the log.
 
         Args:
             snapshot: number of the last operation in it.
@@ -355,46 +355,46 @@ class ModelQueue:
         again += [operation.number for operation in self.order.ready]
         return all(snapshot < number for number in again)
 
-    # A task that sends
+    # The sending task
 
     def start_sending(self) -> None:
-        """Note that a task sends what is ready."""
+        """Mark the sending task as running."""
         assert not self._sending
         self._sending = True
 
     def stop_sending(self) -> None:
-        """Note that the task has ended."""
+        """Mark the sending task as ended."""
         self._sending = False
 
     # States
 
     def start_attaching(self) -> None:
-        """The engine is about to get the model."""
+        """Start attaching the model to the engine."""
         self._move(State.ATTACHING)
 
     def attached(self) -> None:
-        """The engine was sent all that makes the model; no-op if it was closed or postponed meanwhile."""
+        """Finish attaching; no-op if the queue was closed or postponed meanwhile."""
         if self._state is State.ATTACHING:
             self._move(State.ATTACHED)
 
     def attaching_failed(self) -> None:
-        """The log could not be read; it is tried again."""
+        """Return to DETACHED after the log could not be read; attaching is retried."""
         if self._state is State.ATTACHING:
             self._move(State.DETACHED)
 
     def leave(self) -> None:
-        """Have the engine let go of the model as soon as nothing runs; see `release`."""
+        """Detach the model as soon as no operation runs; see `release`."""
         self._leaving = self.ordered
 
     def release(self, engine: bool) -> Literal["detach", "detached"] | None:
-        """Return what to do about a model that is to leave.
+        """Return what to do with a model that is to be detached.
 
         Args:
-            engine: whether there is an engine.
+            engine: whether an engine is running.
 
         Returns:
-            "detach": tell the engine, the state is DETACHING; "detached": the engine does not have it; None: nothing,
-            because it does not leave, because something runs, or because it is closed.
+            "detach": send DETACH to the engine, the state is DETACHING; "detached": the engine does not have the model;
+            None: nothing, because it is not to be detached, an operation runs, or the queue is closed.
         """
         if not self._leaving or self.running:
             return None
@@ -405,19 +405,20 @@ class ModelQueue:
         return None if self._state is State.CLOSED else "detached"
 
     def detached(self) -> bool:
-        """The engine has let go of the model; return False if it was postponed or closed meanwhile."""
+        """Handle that the engine freed the model; return False if it was postponed or closed meanwhile."""
         if self._state is not State.DETACHING:
             return False
         self._move(State.DETACHED)
         return True
 
     def postpone(self, reason: str) -> list[InFlight] | None:
-        """Take back what the engine has, until `resume`.
+        """Take the model out of the engine until `resume`.
 
         Args:
             reason: shown to clients.
 
         Returns:
+            The operations in flight, to be put back; None if the queue is already closed or postponed.
             What the engine had, to be put back; None if the queue is closed or postponed already.
         """
         if self._state in (State.CLOSED, State.POSTPONED):
@@ -429,24 +430,27 @@ class ModelQueue:
         return self._take_back()
 
     def next_attempt(self) -> int:
-        """Return how often in a row the model was postponed before, and count one more."""
+        """Return the number of consecutive postponements so far, and count one more."""
         self._attempts += 1
         return self._attempts - 1
 
     def worked(self) -> None:
-        """An operation was answered that is not a replay."""
+        """Reset the count of postponements after an answer that is not a replay."""
         self._attempts = 0
 
     def resume(self) -> None:
-        """The pause is over; no-op if another engine came meanwhile."""
+        """End the pause; no-op if another engine was started meanwhile."""
         if self._state is State.POSTPONED:
             self._move(State.DETACHED)
 
     def engine_died(self, blamed: Collection[int]) -> list[InFlight]:
-        """Return what the engine had, to be put back.
+        """Take back the operations of an engine that died.
 
         Args:
-            blamed: ids of the operations that were under way when it died.
+            blamed: ids of the operations that were running.
+
+        Returns:
+            The operations in flight, to be put back.
         """
         self._leaving = self._leaving or self._state is State.DETACHING
         if self._state not in (State.DETACHED, State.CLOSED):
@@ -459,11 +463,11 @@ class ModelQueue:
 
     @property
     def restoring(self) -> bool:
-        """Whether the engine was told to read the snapshot, and has not answered."""
+        """Whether the engine is reading the snapshot."""
         return self._restoring is not None
 
     def start_restoring(self, answered: asyncio.Future[None]) -> None:
-        """The engine is told to read the snapshot.
+        """Start reading the snapshot.
 
         Args:
             answered: resolved by `restored`.
@@ -471,13 +475,13 @@ class ModelQueue:
         self._restoring = answered
 
     def restored(self) -> None:
-        """The engine has read the snapshot, or said why it cannot."""
+        """Finish reading the snapshot, successfully or not."""
         if self._restoring is not None and not self._restoring.done():
             self._restoring.set_result(None)
         self._restoring, self.restore_deaths = None, 0
 
     def close(self, closed: Closed) -> list[Operation]:
-        """Close the queue, or make the reason more precise; return what waited, which fails with the reason."""
+        """Close the queue, or make the reason more precise; return the waiting operations, which must fail."""
         self._move(State.CLOSED)
         self._closed = closed
         return self.order.drop_all()

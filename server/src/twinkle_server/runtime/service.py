@@ -1,4 +1,4 @@
-"""The service with its tables: what `serve` runs."""
+"""The service with its tables, as run by `serve`."""
 
 import contextlib
 import logging
@@ -21,16 +21,16 @@ from twinkle_server.store.tables import meta
 from twinkle_server.telemetry.status import read_figures
 
 _log = logging.getLogger(__name__)
-_PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # seconds from one time to the next
+_PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # intervals in seconds
 
 
 class Service(Runtime):
-    """The `Service` of `ports`, over an open data directory.
+    """The `Service` of `ports`, on an open data directory.
 
     Args:
         settings: of the service.
-        store: open, with the lease.
-        figures: counts; None counts nothing.
+        store: an open store that holds the lease.
+        figures: metrics; None disables them.
         start_child: starts an engine; None starts a process.
     """
 
@@ -47,42 +47,42 @@ class Service(Runtime):
         self._upkeep.held = lambda: self.unrecorded
 
     async def start(self) -> None:
-        """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
-        await self._upkeep.bring_back()
-        await self._store.models.end_never_made()
-        if found := await self._store.models.try_again(time.time()):
+        """Resume pending operations and start the engine; return before it is ready (see `wait_ready`)."""
+        await self._upkeep.restore_named()
+        await self._store.models.end_failed_creations()
+        if retried := await self._store.models.retry_corrupted(time.time()):
             _log.warning(
-                "%d models could not be restored at an earlier start; trying again from their stored state", found
+                "%d models could not be restored at an earlier start; trying again from their stored state", retried
             )
         times = self._settings.times
         every = min(10.0, times.session / 4)
-        self.janitor.add("expiry of sessions", every, self._sessions.expire)
+        self.janitor.add("session expiry", every, self._sessions.expire)
         self.janitor.add("models of ended sessions", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
-        self.janitor.add("upkeep of checkpoints", times.upkeep, self._upkeep.run)
-        self.janitor.add("room on the disk", _ROOM, self._upkeep.make_room)
-        self.janitor.add("whether the disk takes writes again", _PROBE, self._probe)
+        self.janitor.add("checkpoint upkeep", times.upkeep, self._upkeep.run)
+        self.janitor.add("disk space", _ROOM, self._upkeep.make_room)
+        self.janitor.add("disk probe", _PROBE, self._probe)
         await super().start()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
-        """Say that a session's client lives.
+        """Record a heartbeat of a session.
 
         Raises:
-            Gone: it is unknown, another tenant's, finished or expired.
+            Gone: the tenant has no such session, or it has finished or expired.
         """
         await self._sessions.heartbeat(session, tenant)
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
+        """Snapshot and free the models of a finished session, and fail what waits in its queues."""
         self._sessions.finish(session)
 
     async def status(self) -> dict[str, Any]:
-        """Return what the service does at the moment, and what the database knows."""
-        said = {**await super().status(), **await read_figures(self._store.database)}
-        return {**said, **await self._upkeep.figures()}
+        """Return the current figures of the service and of the database."""
+        figures = {**await super().status(), **await read_figures(self._store.database)}
+        return {**figures, **await self._upkeep.figures()}
 
     async def _probe(self) -> None:
-        """Write something if the last commit failed: `/readyz` may be what keeps writers away."""
+        """Write a row if the last commit failed, because `/readyz` may keep all other writers away."""
         if not self._store.database.healthy:
             with contextlib.suppress(Busy):
                 await self._store.database.write(_note_probe)

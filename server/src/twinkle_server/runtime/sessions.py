@@ -1,4 +1,4 @@
-"""Sessions of clients: their heartbeats, their end, and what becomes of their models."""
+"""Sessions of clients: heartbeats, expiry, and release of their models."""
 
 import logging
 import time
@@ -14,10 +14,10 @@ from twinkle_server.store.sessions import Sessions
 
 
 class Heartbeats:
-    """Asks the table once for each session, and writes when it was heard of from time to time.
+    """Caches active sessions and writes their heartbeats in batches.
 
-    Whoever ends a session tells (`forget`), and a start of the service expires no session before it could be heard of:
-    so what a crash leaves unwritten harms nobody.
+    Every end of a session must call `forget`. Heartbeats that a crash loses do no harm: after a start, no session
+    expires before it had time to send one.
 
     Args:
         sessions: their table.
@@ -30,27 +30,27 @@ class Heartbeats:
         self._ended = 0
 
     async def hear(self, tenant: str, session: str) -> None:
-        """Note that a session lives.
+        """Record a heartbeat.
 
         Raises:
-            Gone: the tenant has none of that id, or it has ended.
+            Gone: the tenant has no such session, or it has ended.
         """
         if self._active.get(session) == tenant:
             self._unwritten[session] = time.time()
             return
         ended = self._ended
         await self._sessions.heartbeat(tenant, session, time.time())
-        if ended == self._ended:  # else it may be this one that has ended meanwhile
+        if ended == self._ended:  # otherwise this session may have ended meanwhile
             self._active[session] = tenant
 
     def forget(self, session: str) -> None:
-        """Ask the table again; the session has ended."""
+        """Drop an ended session from the cache."""
         self._ended += 1
         self._active.pop(session, None)
         self._unwritten.pop(session, None)
 
     async def write(self) -> None:
-        """Write when sessions were heard of."""
+        """Write the pending heartbeats."""
         heard, self._unwritten = self._unwritten, {}
         if not heard:
             return
@@ -61,7 +61,7 @@ class Heartbeats:
             raise
 
     def since_written(self, session: str) -> bool:
-        """Return whether a session was heard of after the last `write` began."""
+        """Return whether a heartbeat arrived after the last `write` began."""
         return session in self._unwritten
 
 
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tables(Protocol):
-    """The store, as sessions need it."""
+    """The part of the store that sessions need."""
 
     @property
     def sessions(self) -> Sessions:
@@ -81,14 +81,14 @@ class Tables(Protocol):
 
 
 class SessionKeeper:
-    """Watches the sessions.
+    """Expires sessions and releases their models.
 
     Args:
         store: their tables.
-        dispatcher: has the queues.
-        cancellation: lets go of them.
-        effects: says what became of models.
-        times: `session` and `kept_run` count.
+        dispatcher: the queues.
+        cancellation: fails waiting operations.
+        effects: sets the status of models.
+        times: the settings `session` and `kept_run` are used.
     """
 
     def __init__(
@@ -100,30 +100,30 @@ class SessionKeeper:
         self._effects = effects
         self._times = times
         self._heartbeats = Heartbeats(store.sessions)
-        self._since = self._looked = time.time()
+        self._since = self._last_check = time.time()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
-        """Hear of a session.
+        """Record a heartbeat of a session.
 
         Raises:
-            Gone: it is unknown, another tenant's, finished or expired.
+            Gone: the tenant has no such session, or it has finished or expired.
         """
         await self._heartbeats.hear(tenant, session)
 
     def finish(self, session: str) -> None:
-        """Let go of what a session has."""
+        """Release the queues of a finished session."""
         self._heartbeats.forget(session)
         self._cancellation.leave(f"{session}:", "its session was finished")
 
     async def expire(self) -> None:
-        """End the sessions that were silent too long, unless something of them runs."""
+        """End sessions without a recent heartbeat, unless one of their operations runs."""
         await self._heartbeats.write()
         now = time.time()
-        if abs(now - self._looked) > self._times.session:
-            self._since = now  # this process stood still, or the clock was set
-        self._looked = now
+        if abs(now - self._last_check) > self._times.session:
+            self._since = now  # this process was stopped, or the clock was set
+        self._last_check = now
         if now - self._since < self._times.session:
-            return  # nobody could be heard while this process was not there
+            return  # heartbeats could not arrive while this process did not run
         for session in await self._store.sessions.silent(now - self._times.session):
             if self._runs(session.id) or self._heartbeats.since_written(session.id):
                 continue
@@ -137,7 +137,7 @@ class SessionKeeper:
         return any(queue.running for name, queue in queues if name.startswith(f"{session}:"))
 
     async def settle(self) -> None:
-        """Detach models whose session has ended, whatever came between, and forget those that were kept long enough."""
+        """Detach models whose session has ended, and delete detached models after `kept_run`."""
         active = {session.id for session in await self._store.sessions.all_active()}
         for model in await self._store.models.with_status("live", "creating"):
             if model.session not in active:
@@ -158,7 +158,7 @@ class SessionKeeper:
         queue = self._dispatcher.queues.get(model)
         if queue is not None and queue.running:
             return
-        reason = f"nothing was asked of it for {self._times.kept_run / 86400:.3g} days"
+        reason = f"it was not used for {self._times.kept_run / 86400:.3g} days"
         if queue is not None:
             self._dispatcher.close(queue, Closed(f"this model no longer exists: {reason}"))
         await self._effects.gone(tenant, model, reason)

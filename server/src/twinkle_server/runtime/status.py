@@ -1,4 +1,4 @@
-"""What the service reports of itself: why a future waits, whether work would be done, and figures."""
+"""The status of the service: why a future waits, readiness, and figures."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,52 +14,52 @@ from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.supervision import DIED, Supervisor
 
 FORGOTTEN = 60.0
-"""Seconds after which a failure says nothing any more: a probe that keeps work away must not wait for work."""
+"""Seconds after which a failure is ignored: a probe that keeps work away must not wait for work."""
 _SHOWN: dict[str, str] = {"pass": "pass", "optim_step": "optimizer step", "sample": "sampling step"}
 
 
 class LastPass:
-    """Turns of the engine, each known by how its operations ended.
+    """Health of the engine, derived from the outcomes of its passes.
 
-    A turn in which something was done has worked, whatever else failed in it; one in which everything failed as the
-    service's fault has failed. What fails as a user's fault says nothing of the engine. Saving, loading and creating
-    are not counted: what they fail of lies in files and in how much fits.
+    A pass with at least one successful operation has worked. A pass in which every operation failed by the service's
+    fault has failed. Failures by a user's fault are ignored. Saving, loading and creating are not counted: they fail
+    for reasons of storage and memory.
 
     Args:
-        clock: seconds.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
-        self._turns: dict[str, set[bool]] = {}  # of the turns under way, by kind: whether there were such as worked
+        self._passes: dict[str, set[bool]] = {}  # outcomes of the current pass, by kind: True is success
         self._failed: dict[str, float] = {}
 
     def ended(self, kind: Kind, category: Category | None) -> None:
-        """Take into account how an operation of the turn under way ended; None is well."""
+        """Record how an operation of the current pass ended; None is success."""
         name = "pass" if kind in PASSES else kind
         if name in _SHOWN and category in (None, "server"):
-            self._turns.setdefault(name, set()).add(category is None)
+            self._passes.setdefault(name, set()).add(category is None)
 
     def passed(self, name: str) -> None:
-        """Take into account that a turn is over.
+        """Record the end of a pass.
 
         Args:
-            name: "pass" or a kind of operation, as the message `passed` has it.
+            name: "pass" or a kind of operation, as in the message `passed`.
         """
-        ended = self._turns.pop(name, set())
+        ended = self._passes.pop(name, set())
         if True in ended:
             self._failed.pop(name, None)
         elif ended:
             self._failed[name] = self._clock()
 
-    def begin_anew(self) -> None:
-        """Forget it all: there is a new engine."""
-        self._turns.clear()
+    def reset(self) -> None:
+        """Forget all outcomes; called for a new engine."""
+        self._passes.clear()
         self._failed.clear()
 
     @property
     def trouble(self) -> str | None:
-        """What failed last and has not worked since; None if nothing did."""
+        """The last failure without a success since; None if there is none."""
         for name, since in self._failed.items():
             if self._clock() - since < FORGOTTEN:
                 return f"the last {_SHOWN[name]} failed as a whole; the log says why"
@@ -70,20 +70,20 @@ QueueState = tuple[str, str | None]
 
 
 class RuntimeStatus:
-    """Reads the parts of a runtime.
+    """Combines the status of the parts of a runtime.
 
     Attributes:
-        draining: nothing more is taken.
-        last_pass: whether the engine's work works.
-        lost: why this process may not write any more.
+        draining: whether new operations are refused.
+        last_pass: health of the engine's passes.
+        lost: why this process must not write any more, if so.
 
     Args:
         futures: of clients.
-        outcomes: how operations ended.
+        outcomes: the writer of outcomes.
         dispatcher: the queues.
-        supervisor: the engine.
-        gap_pause: seconds after which a missing number is told as the reason.
-        info: returns what the base model is.
+        supervisor: the engine process.
+        gap_pause: seconds after which a missing sequence number is reported.
+        info: returns the base model.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RuntimeStatus:
         self._supervisor = supervisor
         self._gap_pause = gap_pause
         self._info = info
-        self._began = time.time()
+        self._started = time.time()
         self._count: Callable[[Mapping[str, Any]], None] = lambda figures: None
         self.last_pass = LastPass()
         supervisor.passed = self._passed
@@ -107,18 +107,18 @@ class RuntimeStatus:
     def queue_state(self, queue_id: str) -> QueueState:
         """Return "active" or "paused_capacity", and why a future of this queue waits."""
         if self.draining:
-            return "paused_capacity", "the service is going down; this goes on when it is back"
+            return "paused_capacity", "the service is shutting down; this operation resumes after the restart"
         if self._outcomes.trouble is not None:
-            return "paused_capacity", "the service's disk takes nothing at the moment"
+            return "paused_capacity", "the service's disk cannot be written at the moment"
         if (missing := self._missing(queue_id)) is not None:
             return "paused_capacity", missing
         if (engine := self._engine()) != "up":
             return "paused_capacity", f"the engine is {engine}"
         queue = self._dispatcher.queues.get(queue_id)
         if queue is not None and queue.postponed is not None:
-            return "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
+            return "paused_capacity", f"this model will be restored as soon as possible: {queue.postponed}"
         others = len(self._dispatcher.in_flight) - (len(queue.in_flight) if queue is not None else 0)
-        return "active", f"{others} operations of others are under way" if others else None
+        return "active", f"{others} other operations are in flight" if others else None
 
     def _missing(self, queue_id: str) -> str | None:
         queue = self._dispatcher.queues.get(queue_id)
@@ -126,7 +126,7 @@ class RuntimeStatus:
         if gap is None or time.monotonic() - gap.since < self._gap_pause:
             return None
         seconds = time.monotonic() - gap.since
-        return f"number {gap.number} of this model has not arrived; {gap.waiting} wait for it since {seconds:.0f} s"
+        return f"number {gap.number} of this model has not arrived; {gap.waiting} operations wait for {seconds:.0f} s"
 
     def _engine(self) -> str:
         if not self._supervisor.up:
@@ -136,7 +136,7 @@ class RuntimeStatus:
         return "up"
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether work would be done now, and the facts behind it."""
+        """Return whether the service can do work now, and the details."""
         store = self.lost or self._outcomes.trouble or (None if self.store_works() else "the last commit failed")
         troubled = self._supervisor.troubled or self.last_pass.trouble
         engine = self._engine()
@@ -150,12 +150,12 @@ class RuntimeStatus:
         }
 
     def status(self) -> dict[str, Any]:
-        """Return what the service does at the moment."""
+        """Return the current figures of the service."""
         good, facts = self.ready()
         return {
             "ready": good,
             **facts,
-            "up_seconds": round(time.time() - self._began, 1),
+            "up_seconds": round(time.time() - self._started, 1),
             "engine_restarts": self._supervisor.restarts,
             "open_futures": len(self._futures),
             "polls": self._futures.polls,
@@ -165,7 +165,7 @@ class RuntimeStatus:
         }
 
     def ended(self, message: Message) -> None:
-        """Take into account how an operation ended that the engine has; one that is done again says nothing new."""
+        """Record how an operation in flight ended; replays are ignored."""
         flight = self._dispatcher.in_flight.get(message.head["id"])
         if flight is not None and not flight.replay:
             self.last_pass.ended(flight.operation.kind, message.head.get("category"))
@@ -175,7 +175,7 @@ class RuntimeStatus:
         self._count(head)
 
     def show(self, figures: Figures) -> None:
-        """Let what happens be counted, and what is at the moment be read."""
+        """Connect the counters and gauges."""
         self._count = figures.passed
         figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self._futures)))
         figures.watch("polls", "Requests that wait for a result.", lambda: float(self._futures.polls))
@@ -184,12 +184,12 @@ class RuntimeStatus:
 
 
 def ending_of(outcome: Outcome) -> str:
-    """Return the word for how an operation ended: "done", "cancelled", or whose fault a failure was."""
+    """Return how an operation ended: "done", "cancelled", or the category of its failure."""
     return "cancelled" if outcome.cancelled else "done" if outcome.error is None else outcome.category
 
 
 def count_message(figures: Figures, message: Message) -> None:
-    """Count what the engine tells of models."""
+    """Count a message of the engine about a model."""
     if message.type == messages.RESTORED:
         figures.restored()
     elif message.type == messages.SNAPSHOTTED:
@@ -199,5 +199,5 @@ def count_message(figures: Figures, message: Message) -> None:
 
 
 def count_death(figures: Figures, why: str) -> None:
-    """Count an engine that ended by itself, or that was ended because it hung."""
+    """Count an engine that died or was killed because it hung."""
     figures.restarted("died" if why == DIED else "hung")

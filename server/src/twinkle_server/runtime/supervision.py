@@ -1,4 +1,4 @@
-"""The engine's process: started, watched, ended when it hangs, and started anew when it dies."""
+"""Supervision of the engine process: it is started, monitored, killed when it hangs, and restarted when it dies."""
 
 import asyncio
 import contextlib
@@ -29,27 +29,27 @@ class Child(Protocol):
     """A running engine."""
 
     def put(self, message: Message) -> None:
-        """Send without waiting for room."""
+        """Send without waiting for buffer space."""
 
     async def room(self) -> None:
-        """Wait until there is room."""
+        """Wait until the buffer has space."""
 
     async def receive(self) -> Message:
-        """Return the next message; raises `LinkClosed` when the engine is gone."""
+        """Return the next message; raises `LinkClosed` when the engine has ended."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
 
     async def wait(self) -> str:
-        """Wait until it is gone, and return how it ended, for the log."""
+        """Wait until the process has ended, and return how it ended, for the log."""
 
     @property
     def last_words(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Return whether a process was stopped by a signal (SIGSTOP, say); False where the system does not tell."""
+    """Return whether a process is stopped by a signal (for example SIGSTOP); False where this cannot be determined."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -57,7 +57,7 @@ def is_stopped(pid: int | None) -> bool:
 
 
 class ChildProcess:
-    """An engine in a process of its own, which ends when this one does."""
+    """An engine in a separate process, which ends together with this one."""
 
     def __init__(self, process: asyncio.subprocess.Process, link: AsyncLink) -> None:
         self._process = process
@@ -74,8 +74,8 @@ class ChildProcess:
 
         Args:
             settings: of the service.
-            first: False for one that takes another's place; a failpoint that a test set is not for it, or no engine
-                would ever get past that place.
+            first: False for a restart, which ignores the failpoint of the environment; otherwise every engine would
+                stop there.
         """
         environment = scrubbed(os.environ)
         if not first:
@@ -105,22 +105,22 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Number of its process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def last_words(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return "\n".join(self._last_words)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL)."""
+        """Kill the process (SIGKILL)."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # the library's own would reap it, and lose how it ended
+                os.kill(self.pid, signal.SIGKILL)  # asyncio's `kill` would reap the process and lose its exit status
 
     async def wait(self) -> str:
-        """Wait until it is gone, and return how it ended, for the log."""
+        """Wait until the process has ended, and return how it ended, for the log."""
         code = await self._process.wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._listening, _FAREWELL)
@@ -143,40 +143,40 @@ class ChildProcess:
 
 _log = logging.getLogger(__name__)
 PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before an engine is started again, by how many in a row died before they had done anything."""
-_STEADY = 60.0  # seconds after which an engine's death is not counted with the ones before
+"""Seconds before an engine is restarted, by the number of consecutive engines that died before any pass."""
+_STEADY = 60.0  # seconds after which a death does not count as consecutive
 DIED = "the engine died"
 StartChild = Callable[[bool], Awaitable[Child]]
 
 
 class EngineFailed(Exception):
-    """The engine ended before it was ready for the first time; its last words are in the log."""
+    """The first engine ended before it was ready; the log has its last output."""
 
 
 class Listener(Protocol):
-    """Who is told what happens to the engine."""
+    """Receives the events of the engine."""
 
     @property
     def waiting(self) -> int:
-        """Number of things that the engine was asked for and did not answer."""
+        """Number of unanswered requests to the engine."""
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
-        """It is ready."""
+        """The engine is ready."""
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
-        """It is gone; `blamed` was under way."""
+        """The engine died; the operations `blamed` were running."""
 
     def message(self, message: Message) -> None:
-        """It said something about operations or models."""
+        """The engine sent a message about operations or models."""
 
 
 class Supervisor:
     """Keeps one engine running.
 
     Args:
-        start_child: starts an engine; False says that it takes another's place.
-        listener: see there.
-        times: `start`, `deadline`, `drain`, `silent` and `stopped` count.
+        start_child: starts an engine; its argument is False for a restart.
+        listener: receives the events of the engine.
+        times: the settings `start`, `deadline`, `drain`, `silent` and `stopped` are used.
     """
 
     def __init__(self, start_child: StartChild, listener: Listener, times: Times) -> None:
@@ -185,21 +185,21 @@ class Supervisor:
         self._times = times
         self._child: Child | None = None
         self._under_way: set[int] = set()
-        self._heard = 0.0
+        self._last_progress = 0.0
         self._worked = False
         self._why: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._first_ready: asyncio.Future[None] | None = None
-        self._ending = self._hopeless = False
-        self._alive: float | None = None
+        self._ending = self._failed_at_start = False
+        self._last_heartbeat: float | None = None
         self.up = False
         self.restarts = 0
         self.troubled: str | None = None
         self.passed: Callable[[Mapping[str, Any]], None] = lambda figures: None
 
     def start(self) -> asyncio.Task[None]:
-        """Start the engine; returns the task that looks after it."""
+        """Start the engine, and return the task that supervises it."""
         self._first_ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="engine")
         return self._task
@@ -214,7 +214,7 @@ class Supervisor:
             await asyncio.shield(self._first_ready)
 
     async def drain(self) -> None:
-        """Let the pass that runs end, and models be snapshotted; at most `times.drain`. No other engine is started."""
+        """Let the current pass end and models be snapshotted, within `times.drain`; the engine is not restarted."""
         self._ending = True
         try:
             async with asyncio.timeout(self._times.drain):
@@ -228,7 +228,7 @@ class Supervisor:
             )
 
     async def stop(self) -> None:
-        """End the engine, and do not start another."""
+        """Stop the engine for good."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -237,15 +237,15 @@ class Supervisor:
 
     @property
     def silent(self) -> float | None:
-        """Seconds since the engine's last sign of life, if they are too many: the process was stopped, say."""
-        if not self.up or self._alive is None:
+        """Seconds since the last heartbeat of the engine if above the limit, else None."""
+        if not self.up or self._last_heartbeat is None:
             return None
-        seconds = time.monotonic() - self._alive
+        seconds = time.monotonic() - self._last_heartbeat
         return seconds if seconds > self._times.silent else None
 
     @property
     def pid(self) -> int | None:
-        """The engine's process, if it has one."""
+        """Process id of the engine, if there is one."""
         return getattr(self._child, "pid", None)
 
     async def _run(self) -> None:
@@ -253,7 +253,7 @@ class Supervisor:
         while True:
             begin, self._worked = time.monotonic(), False
             await self._live(first=self.restarts == 0)
-            if self._hopeless:
+            if self._failed_at_start:
                 return
             deaths = 1 if self._worked or time.monotonic() - begin > _STEADY else deaths + 1
             if self._ending:
@@ -263,8 +263,8 @@ class Supervisor:
             await asyncio.sleep(PAUSES[min(deaths - 1, len(PAUSES) - 1)])
 
     async def _live(self, first: bool) -> None:
-        """Run one engine from its start to its end."""
-        self._under_way, self._why, self._alive = set(), None, None
+        """Run one engine from start to end."""
+        self._under_way, self._why, self._last_heartbeat = set(), None, None
         try:
             child = self._child = await self._start_child(first)
         except OSError as error:
@@ -280,7 +280,7 @@ class Supervisor:
             )
             watch = asyncio.create_task(self._watch(child))
             while True:
-                self._hear(await child.receive())
+                self._handle(await child.receive())
         except LinkClosed:
             pass
         except TimeoutError:
@@ -298,7 +298,7 @@ class Supervisor:
         await self._listener.engine_down(self._under_way, self._why or DIED)
 
     def _ready(self, child: Child, info: ModelInfo) -> None:
-        self.up, self.troubled, self._heard = True, None, time.monotonic()
+        self.up, self.troubled, self._last_progress = True, None, time.monotonic()
         self._listener.engine_up(child, info)
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_result(None)
@@ -306,19 +306,19 @@ class Supervisor:
     def _died(self, end: str, last_words: str) -> None:
         self.troubled = self._why or f"the engine died ({end})"
         if self._first_ready is not None and not self._first_ready.done():
-            self._hopeless = True  # another one would fail likewise
-            said = f":\n{last_words}" if last_words else ""
-            self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}){said}"))
-            self._first_ready.exception()  # who waits raises it; nobody has to
+            self._hopeless = True  # a restart would fail in the same way
+            output = f":\n{last_words}" if last_words else ""
+            self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}){output}"))
+            self._first_ready.exception()  # marks it as retrieved; there may be no waiter
             return
         _log.error("%s, %s; %d operations were in flight", self._why or DIED, end, len(self._under_way))
 
-    def _hear(self, message: Message) -> None:
-        if self._alive is not None or message.type == messages.ALIVE:
-            self._alive = time.monotonic()
+    def _handle(self, message: Message) -> None:
+        if self._last_heartbeat is not None or message.type == messages.ALIVE:
+            self._last_heartbeat = time.monotonic()
         if message.type == messages.ALIVE:
-            return  # which says nothing of the work
-        self._heard = time.monotonic()
+            return  # a heartbeat is no sign of progress
+        self._last_progress = time.monotonic()
         if message.type == messages.BEGIN:
             self._under_way = set(message.head["ids"])
         elif message.type == messages.PASSED:
@@ -332,7 +332,7 @@ class Supervisor:
             self._listener.message(message)
 
     async def _watch(self, child: Child) -> None:
-        """End an engine that owes an answer, and works at a pass for too long or was stopped.
+        """Kill an engine with unanswered requests whose pass takes too long or whose process is stopped.
 
         How long it is stopped is counted in rounds of this loop: where the service was stopped with it, none passes.
         """
@@ -347,7 +347,7 @@ class Supervisor:
             stopped = stopped + pause if waiting and is_stopped(self.pid) else 0.0
             if stopped > most and not self._ending:
                 self._why = f"the engine's process was stopped for longer than {most:g} s"
-            elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:
+            elif now - max(self._last_progress, idle_since or 0.0) > limit and not self._ending:
                 self._why = f"a pass took longer than {limit:g} s"
             else:
                 await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""Everything that must outlive the process: a database in SQLite, and files of payloads and results beside it."""
+"""Persistent data: an SQLite database, and files for large payloads and results."""
 
 from twinkle_server.store.opening import Store, open_store
 

@@ -1,4 +1,4 @@
-"""Moves the content of a data directory aside, so that the next start begins with an empty one; nothing is removed."""
+"""Moves the content of a data directory aside, so that the next start begins empty; nothing is removed."""
 
 import fcntl
 import os
@@ -13,18 +13,18 @@ from twinkle_server.store.inspection import DATABASE, PLACES, SIDES
 
 ASIDE: Final = "set-aside"
 _MOVED: Final = (DATABASE, *SIDES, "secret", *PLACES, "server.json")
-"""The database goes first: what a crash leaves behind without it is refused at the next start."""
+"""The database is moved first: if a crash leaves the rest without it, the next start refuses the directory."""
 
 
 def set_aside(data: Path, now: float | None = None) -> Path:
-    """Move database, secret, checkpoints and everything else of the service to `set-aside/<time>/`.
+    """Move the database, the secret, checkpoints and all other data of the service to `set-aside/<time>/`.
 
     Args:
         data: the data directory.
         now: UTC seconds.
 
     Returns:
-        The folder that holds the old content. To undo, stop the service and move it back.
+        The folder with the old content. To undo, stop the service and move the content back.
 
     Raises:
         StoreError: a service runs on the directory, or there is nothing to move.

@@ -1,4 +1,4 @@
-"""Which base model the adapters of a data directory belong to, so that a changed one is noticed before it is served."""
+"""Check that a data directory is served with the base model that its adapters were trained on."""
 
 import asyncio
 from pathlib import Path
@@ -13,20 +13,20 @@ from twinkle_server.store.tables import checkpoints, meta, models
 
 
 async def check_base(database: Database, name: str, folder: Path, accept: bool = False) -> None:
-    """Compare the model that is about to be served with the one that adapters of this name were trained on.
+    """Compare the base model with the one that the adapters under this name were trained on.
 
-    The first start records its fingerprint. Where no adapter of the name is left, a new one takes its place.
+    The first start records its fingerprint. If no adapter of this name is left, a new fingerprint replaces it.
 
     Args:
         database: of the data directory.
-        name: by which clients call the model.
+        name: name of the model for clients.
         folder: of the model.
-        accept: serve another model than before with the same adapters.
+        accept: whether to use existing adapters with another model.
 
     Raises:
-        StoreError: the model is another one, and adapters of the name are there.
+        StoreError: the model has changed, and adapters of this name exist.
     """
-    now = await asyncio.to_thread(_described, folder)
+    now = await asyncio.to_thread(_fingerprint, folder)
     before = await database.read(lambda connection: _recorded(connection, name))
     if before is not None and before.split()[0] != now.split()[0] and not accept:
         count = await database.read(lambda connection: _adapters(connection, name))
@@ -40,14 +40,14 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
         await database.write(lambda connection: _record(connection, name, now))
 
 
-def _described(folder: Path) -> str:
+def _fingerprint(folder: Path) -> str:
     commit = commit_of(folder)
     return fingerprint(folder) + (f" (commit {commit})" if commit else "")
 
 
 def _recorded(connection: Connection, name: str) -> str | None:
-    found = connection.execute(select(meta.c.value).where(meta.c.name == f"base {name}")).scalar()
-    return None if found is None else str(found)
+    value = connection.execute(select(meta.c.value).where(meta.c.name == f"base {name}")).scalar()
+    return None if value is None else str(value)
 
 
 def _record(connection: Connection, name: str, value: str) -> None:
@@ -56,7 +56,7 @@ def _record(connection: Connection, name: str, value: str) -> None:
 
 
 def _adapters(connection: Connection, name: str) -> int:
-    """Across tenants: count models that can be trained on, and checkpoints."""
+    """Across tenants: count checkpoints, and models that are not gone."""
     saved = select(func.count()).where(checkpoints.c.base == name, checkpoints.c.deleted.is_(None))
     alive = select(func.count()).select_from(models).where(models.c.base == name, models.c.status != "gone")
     return int(connection.execute(saved).scalar_one()) + int(connection.execute(alive).scalar_one())

@@ -1,6 +1,6 @@
-"""Large payloads and results, as files that are durable before a row names them.
+"""Files of large payloads and results, which are durable before a row names them.
 
-A file's name is the SHA-256 of its content and some random digits, so that each belongs to one row and goes with it.
+A file name is the SHA-256 of the content and random digits, so that each file belongs to one row.
 """
 
 import asyncio
@@ -27,35 +27,35 @@ class Blobs:
         """Use a folder.
 
         Args:
-            folder: that exists, durably.
-            threads: that write and read.
+            folder: an existing folder.
+            threads: number of threads for reading and writing.
         """
         self.folder = folder
         self._threads = ThreadPoolExecutor(threads, f"twinkle-{folder.name}")
 
     async def put(self, data: bytes) -> str:
-        """Write a file; returns its name.
+        """Write a file, and return its name.
 
         Raises:
-            Unavailable: the disk is full or fails; nothing is left.
+            Unavailable: the disk is full or fails; no file is left.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._put, data)
 
     async def get(self, name: str) -> bytes:
-        """Return a file's content.
+        """Return the content of a file.
 
         Raises:
-            LookupError: it is not there, or is not what was written.
+            LookupError: the file is missing or was changed.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._get, name)
 
     async def drop(self, names: list[str]) -> None:
-        """Remove files that no row names any more; one that is not there is no error."""
+        """Remove files that no row names any more; missing files are ignored."""
         if names:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._drop, names)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
 
     def _put(self, data: bytes) -> str:

@@ -1,7 +1,7 @@
-"""Checkpoints. The functions are for transactions of others (`also`); the class has transactions of its own.
+"""Checkpoints. The functions run in a caller's transaction (`also`); the class has its own transactions.
 
-One that has expired is not there, whether or not anybody has cleared it away; one that was deleted or replaced is not
-there at once. Their rows stay a while, and their folders until nothing refers to them (see `retention`).
+An expired checkpoint does not exist for clients, even before its row is marked as deleted. Rows of deleted or replaced
+checkpoints are kept for a while, and their folders until nothing refers to them (see `retention`).
 """
 
 from sqlalchemy import ColumnElement, Connection, Update, and_, func, insert, or_, select, update
@@ -15,18 +15,18 @@ from twinkle_server.store.tables import checkpoints, models
 
 
 def add(connection: Connection, checkpoint: Checkpoint, overwrite: bool = False) -> str | None:
-    """Write a new checkpoint.
+    """Add a checkpoint.
 
     Args:
         connection: of a transaction.
-        checkpoint: `created` is the time by which others are taken to have expired.
-        overwrite: replace one of the same path.
+        checkpoint: its `created` is the time at which others are checked for expiry.
+        overwrite: whether to replace a checkpoint of the same path.
 
     Returns:
-        Folder of the one that it replaced.
+        Folder of the replaced checkpoint.
 
     Raises:
-        BadRequest: there is one of that path, and `overwrite` is False.
+        BadRequest: a checkpoint of this path exists, and `overwrite` is False.
     """
     path = checkpoint.path
     query = select(checkpoints).where(checkpoints.c.tenant == checkpoint.tenant, _at(path))
@@ -46,17 +46,17 @@ def get(connection: Connection, tenant: str, path: CheckpointPath, now: float, p
 
     Args:
         connection: of a transaction.
-        tenant: who asks.
+        tenant: the caller.
         path: of the checkpoint.
-        now: the time.
-        public: others' published ones are found as well.
+        now: UTC seconds.
+        public: whether to find published checkpoints of other tenants, too.
 
     Raises:
-        NotFound: there is none for this tenant.
+        NotFound: it does not exist for this tenant.
     """
-    mine = checkpoints.c.tenant == tenant
-    whose = or_(mine, checkpoints.c.public) if public else mine
-    row = connection.execute(select(checkpoints).where(whose, _at(path), _there(now))).one_or_none()
+    own = checkpoints.c.tenant == tenant
+    visible = or_(own, checkpoints.c.public) if public else own
+    row = connection.execute(select(checkpoints).where(visible, _at(path), _exists(now))).one_or_none()
     if row is None:
         raise NotFound(f"checkpoint {path} does not exist")
     return rows.record(Checkpoint, row)
@@ -76,7 +76,7 @@ class Checkpoints:
         """Return a tenant's checkpoint.
 
         Raises:
-            NotFound: it has none of that path.
+            NotFound: the tenant has no such checkpoint.
         """
         return await self._database.read(lambda connection: get(connection, tenant, path, now))
 
@@ -84,7 +84,7 @@ class Checkpoints:
         """Return a checkpoint that a tenant may load: its own, or a published one.
 
         Raises:
-            NotFound: there is none.
+            NotFound: it does not exist for this tenant.
         """
         return await self._database.read(lambda connection: get(connection, tenant, path, now, public=True))
 
@@ -97,8 +97,8 @@ class Checkpoints:
         run: str | None = None,
         project: str | None = None,
     ) -> Page[Checkpoint]:
-        """Return a tenant's checkpoints, newest first; of one run or project if it is given."""
-        where = [checkpoints.c.tenant == tenant, _there(now)]
+        """Return a tenant's checkpoints, newest first, optionally of one run or project."""
+        where = [checkpoints.c.tenant == tenant, _exists(now)]
         where += [checkpoints.c.run == run] if run is not None else []
         where += [checkpoints.c.project == project] if project is not None else []
         return await self._database.read(
@@ -106,8 +106,8 @@ class Checkpoints:
         )
 
     async def latest(self, tenant: str, runs: list[str], now: float) -> dict[tuple[str, str], Checkpoint]:
-        """Return the newest checkpoint of each kind of runs, by (run, kind)."""
-        query = select(checkpoints).where(checkpoints.c.tenant == tenant, checkpoints.c.run.in_(runs), _there(now))
+        """Return the newest checkpoint of each kind of the given runs, by (run, kind)."""
+        query = select(checkpoints).where(checkpoints.c.tenant == tenant, checkpoints.c.run.in_(runs), _exists(now))
         ordered = query.order_by(checkpoints.c.created, checkpoints.c.id)
         return await self._database.read(
             lambda connection: {
@@ -116,56 +116,56 @@ class Checkpoints:
         )
 
     async def delete(self, tenant: str, path: CheckpointPath, now: float) -> str:
-        """Delete a checkpoint; returns its folder.
+        """Delete a checkpoint, and return its folder.
 
         Raises:
-            NotFound: the tenant has none of that path.
+            NotFound: the tenant has no such checkpoint.
         """
 
         def work(connection: Connection) -> str:
-            found = get(connection, tenant, path, now)
-            _delete(connection, tenant, checkpoints.c.id == found.id, now)
-            return found.folder
+            checkpoint = get(connection, tenant, path, now)
+            _delete(connection, tenant, checkpoints.c.id == checkpoint.id, now)
+            return checkpoint.folder
 
         return await self._database.write(work)
 
     async def set_expiry(self, tenant: str, path: CheckpointPath, now: float, expires: float | None) -> None:
-        """Say when a checkpoint goes; None is never.
+        """Set the time at which a checkpoint expires; None is never.
 
         Raises:
-            NotFound: the tenant has none of that path.
+            NotFound: the tenant has no such checkpoint.
         """
         await self._change(path, now, _of(tenant).values(expires=expires))
 
     async def publish(self, tenant: str, path: CheckpointPath, now: float, public: bool) -> None:
-        """Let everybody load a checkpoint, or its owner alone.
+        """Publish a checkpoint for all tenants, or make it private again.
 
         Raises:
-            NotFound: the tenant has none of that path.
+            NotFound: the tenant has no such checkpoint.
         """
         await self._change(path, now, _of(tenant).values(public=public))
 
     async def _change(self, path: CheckpointPath, now: float, query: Update) -> None:
-        """Change a row; the tenant is in the query (`_of`)."""
-        where = query.where(_at(path), _there(now))
+        """Update a row; the query contains the tenant (`_of`)."""
+        where = query.where(_at(path), _exists(now))
         if not await self._database.write(lambda connection: connection.execute(where).rowcount):
             raise NotFound(f"checkpoint {path} does not exist")
 
     async def bytes(self, tenant: str, now: float, project: str | None = None) -> int:
-        """Return the bytes of a tenant's checkpoints; of one project if it is given."""
+        """Return the size of a tenant's checkpoints in bytes, optionally of one project."""
         query = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
-            checkpoints.c.tenant == tenant, _there(now)
+            checkpoints.c.tenant == tenant, _exists(now)
         )
         if project is not None:
             query = query.where(checkpoints.c.project == project)
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def of_sessions(self, tenant: str, sessions: list[str], now: float) -> dict[str, tuple[int, int]]:
-        """Return number and bytes of sessions' checkpoints; sessions without any are left out."""
+        """Return number and bytes of the checkpoints of sessions; sessions without checkpoints are omitted."""
         query = (
             select(models.c.session, func.count(), func.sum(checkpoints.c.size))
             .join(models, and_(models.c.id == checkpoints.c.run, models.c.tenant == checkpoints.c.tenant))
-            .where(checkpoints.c.tenant == tenant, models.c.session.in_(sessions), _there(now))
+            .where(checkpoints.c.tenant == tenant, models.c.session.in_(sessions), _exists(now))
             .group_by(models.c.session)
         )
         return await self._database.read(
@@ -173,27 +173,27 @@ class Checkpoints:
         )
 
     async def surplus(self, tenant: str, run: str, kind: str, keep: int, now: float) -> list[Checkpoint]:
-        """Delete all but a run's newest checkpoints of a kind; returns those that are no longer there."""
+        """Delete all but the `keep` newest checkpoints of a run and kind, and return those deleted."""
         query = select(checkpoints).where(
-            checkpoints.c.tenant == tenant, checkpoints.c.run == run, checkpoints.c.kind == kind, _there(now)
+            checkpoints.c.tenant == tenant, checkpoints.c.run == run, checkpoints.c.kind == kind, _exists(now)
         )
 
         def work(connection: Connection) -> list[Checkpoint]:
             old = connection.execute(rows.newest_first(query, checkpoints).offset(max(keep, 0)).limit(-1))
-            found = [rows.record(Checkpoint, row) for row in old]
-            _delete(connection, tenant, checkpoints.c.id.in_([row.id for row in found]), now)
-            return found
+            deleted = [rows.record(Checkpoint, row) for row in old]
+            _delete(connection, tenant, checkpoints.c.id.in_([row.id for row in deleted]), now)
+            return deleted
 
         return await self._database.write(work)
 
     async def expire(self, now: float) -> list[Checkpoint]:
-        """Across tenants: clear away checkpoints whose time is over; returns those that went."""
+        """Across tenants: mark expired checkpoints as deleted, and return them."""
         due = (checkpoints.c.deleted.is_(None), checkpoints.c.expires <= now)
 
         def work(connection: Connection) -> list[Checkpoint]:
-            found = [rows.record(Checkpoint, row) for row in connection.execute(select(checkpoints).where(*due))]
+            expired = [rows.record(Checkpoint, row) for row in connection.execute(select(checkpoints).where(*due))]
             connection.execute(update(checkpoints).where(*due).values(deleted=now))
-            return found
+            return expired
 
         return await self._database.write(work)
 
@@ -215,5 +215,5 @@ def _at(path: CheckpointPath) -> ColumnElement[bool]:
     )
 
 
-def _there(now: float) -> ColumnElement[bool]:
+def _exists(now: float) -> ColumnElement[bool]:
     return and_(checkpoints.c.deleted.is_(None), or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now))

@@ -1,6 +1,6 @@
-"""SQLite with one writer: what is waiting when a commit ends goes into the next one, and each commit is durable.
+"""SQLite with a single writer thread and durable group commits: writes that wait share the next commit.
 
-Also how its connections are opened, and what their errors mean to whoever asked for something.
+Also opens connections, and translates their errors for callers.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ _DISK: Final = frozenset(
 
 
 def driver(connection: Connection) -> sqlite3.Connection:
-    """Return the connection below SQLAlchemy's, for statements that must be cheap."""
+    """Return the SQLite connection below SQLAlchemy's, for statements that must be fast."""
     return cast(sqlite3.Connection, connection.connection.dbapi_connection)
 
 
 def engine(connect: Callable[[], sqlite3.Connection]) -> Engine:
-    """Return what makes SQLAlchemy's connections over those that `connect` opens; transactions are begun by hand."""
+    """Return an SQLAlchemy engine over connections from `connect`; transactions are begun explicitly."""
     return create_engine("sqlite://", creator=connect, poolclass=NullPool, isolation_level="AUTOCOMMIT")
 
 
 def connect(path: Path, readonly: bool = False) -> sqlite3.Connection:
-    """Open a file.
+    """Open a database file.
 
     Raises:
-        StoreError: it is no database, or its file system does not do.
+        StoreError: it is not a database, or its file system is not supported.
     """
     address = f"file:{quote(str(path))}?mode={'ro' if readonly else 'rwc'}"
     raw = None
@@ -84,7 +84,7 @@ def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
     if readonly:
         raw.execute("PRAGMA query_only = ON")
         return
-    raw.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect in a new file only, before anything is written there
+    raw.execute("PRAGMA auto_vacuum = INCREMENTAL")  # effective only in a new file, before the first write
     mode = raw.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
         raise sqlite3.OperationalError(f"its file system does not support write-ahead logging (mode {mode!r})")
@@ -92,12 +92,12 @@ def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
     raw.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
 
 
-def worded(error: Exception) -> Exception:
-    """Return what callers get: `Unavailable` for faults of the disk, `BadRequest` for what no column can hold."""
+def translate_error(error: Exception) -> Exception:
+    """Return the error for callers: `Unavailable` for disk faults, `BadRequest` for values that no column can hold."""
     if isinstance(error, UnicodeEncodeError | OverflowError):
         return BadRequest("the request contains a number beyond 64 bits or text that is not Unicode")
-    found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(found, "sqlite_errorcode", None)
+    cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlite_errorcode", None)
     if code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         fault = Unavailable(
             "the service's database is damaged: its operator must restore it (`twinkle server check` says more)",
@@ -105,9 +105,9 @@ def worded(error: Exception) -> Exception:
         )
         fault.__cause__ = error
         return fault
-    failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
-    closed = isinstance(found, sqlite3.ProgrammingError) and "closed database" in str(found)
-    if failed or closed or isinstance(found, OSError | StoreError):
+    failed = isinstance(cause, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
+    closed = isinstance(cause, sqlite3.ProgrammingError) and "closed database" in str(cause)
+    if failed or closed or isinstance(cause, OSError | StoreError):
         fault = Unavailable("the store cannot write at the moment (disk full or failing): try again", retry_after=5.0)
         fault.__cause__ = error
         return fault
@@ -117,9 +117,9 @@ def worded(error: Exception) -> Exception:
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _LARGEST: Final = 1024
-"""Closures that share one commit at most."""
+"""Maximum number of jobs in one commit."""
 _OLDEST: Final = (3, 35)
-"""The first SQLite with `RETURNING`."""
+"""The first SQLite version with `RETURNING`."""
 
 
 @dataclass(slots=True)
@@ -142,16 +142,16 @@ class SqliteDatabase:
     """A database file.
 
     Attributes:
-        healthy: the last commit worked.
+        healthy: whether the last commit succeeded.
         commits: number of commits so far.
     """
 
     def __init__(self, path: Path, readers: int = 2) -> None:
-        """Open the file, and make it if it is not there; its schema is another matter (`schema.migrate`).
+        """Open the file, and create it if needed; `schema.migrate` creates its tables.
 
         Args:
-            path: of the file; its folder exists.
-            readers: threads that read.
+            path: of the file, in an existing folder.
+            readers: number of threads that read.
 
         Raises:
             StoreError: the file cannot be opened, or is on a network file system.
@@ -173,9 +173,9 @@ class SqliteDatabase:
         self._readers = concurrent.futures.ThreadPoolExecutor(readers, "twinkle-store-read")
 
     async def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction that is durable when this returns; several share one commit, each whole or not.
+        """Run `work` in a transaction that is durable when this returns; several share one commit, each atomically.
 
-        Whoever is cancelled while waiting cannot know whether it was written.
+        If the caller is cancelled, the write may or may not happen.
 
         Raises:
             Unavailable: the disk is full or fails, or the database is closed; nothing of `work` is written.
@@ -185,13 +185,13 @@ class SqliteDatabase:
         return await future
 
     def write_now(self, work: Callable[[Connection], T]) -> T:
-        """Do what `write` does, for callers without a loop; blocks."""
+        """Like `write`, for callers without an event loop; blocks."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._put(_Job(work, future))
         return future.result()
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work`, which only reads, on one state of the database.
+        """Run `work`, which only reads, on a consistent state of the database.
 
         Raises:
             Unavailable: the disk fails, or the database is closed.
@@ -201,7 +201,7 @@ class SqliteDatabase:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def close(self) -> None:
-        """Write what was handed in before, move the log into the database file, and close it; blocks."""
+        """Finish queued writes, checkpoint the write-ahead log, and close the database; blocks."""
         with self._start:
             if self._closed:
                 return
@@ -222,7 +222,7 @@ class SqliteDatabase:
             self._wake_writer(job.future)
 
     def _wake_writer(self, _future: "asyncio.Future[Any] | concurrent.futures.Future[Any]") -> None:
-        """Start the thread that commits, if it does not run; a simulation without threads commits in its own way."""
+        """Start the writer thread if it does not run; overridden by simulations without threads."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="twinkle-store-write", daemon=True)
             self._thread.start()
@@ -232,7 +232,7 @@ class SqliteDatabase:
             pass
 
     def _commit_next(self) -> bool:
-        """Wait for jobs and commit them; return False if they were the last ones."""
+        """Wait for jobs and commit them; return False after the last ones."""
         batch, last = self._gather()
         if batch:
             self.healthy = self._writer.commit(batch)
@@ -241,7 +241,7 @@ class SqliteDatabase:
         return not last
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """Wait for a job, and take what waits behind it; also returns whether these are the last ones."""
+        """Wait for a job, and take all queued ones; also return whether they are the last."""
         batch: list[_Job] = []
         job = self._jobs.get()
         while job is not None:
@@ -264,17 +264,17 @@ class SqliteDatabase:
             raw.execute("BEGIN")
             return work(connection)
         except Exception as error:
-            told = worded(error)
-            if told is error:
+            translated = translate_error(error)
+            if translated is error:
                 raise
-            raise told from error
+            raise translated from error
         finally:
             if raw.in_transaction:
                 raw.execute("ROLLBACK")
 
 
 def _deliver(batch: list[_Job]) -> None:
-    """Hand results to whoever waits: one call into each loop."""
+    """Resolve the futures of jobs, with one call into each event loop."""
     loops: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
     for job in batch:
         if isinstance(job.future, asyncio.Future):
@@ -303,11 +303,11 @@ class _Writer:
 
     def _open(self) -> None:
         self._connection = engine(lambda: connect(self._path)).connect()
-        self._connection.begin()  # one for ever, so that nothing above commits: the real transactions are ours
+        self._connection.begin()  # never committed by SQLAlchemy: this class runs the real transactions
         self._raw = driver(self._connection)
 
     def commit(self, batch: list[_Job]) -> bool:
-        """Run jobs in one transaction, and note their values or errors; returns whether the database works."""
+        """Run jobs in one transaction, and set their values or errors; return whether the database works."""
         try:
             if self._lost:
                 self._reopen()
@@ -324,13 +324,13 @@ class _Writer:
         except (sqlite3.Error, OSError, StoreError) as error:
             _LOG.error("the store could not commit %d writes: %s", len(batch), error)
             for job in batch:
-                job.error = worded(error)
+                job.error = translate_error(error)
             if not self._lost:
                 self._undo()
         return not any(isinstance(job.error, Unavailable) for job in batch)
 
     def _alone(self, job: _Job) -> None:
-        """Run a job that needs no savepoint, because the whole transaction is its own."""
+        """Run a single job without a savepoint."""
         self._try(job)
         if job.error is not None:
             raise _Undone
@@ -340,7 +340,7 @@ class _Writer:
             self._raw.execute("SAVEPOINT job")
             self._try(job)
             if job.error is not None:
-                if not self._raw.in_transaction:  # SQLite gave the whole transaction up: nobody's work is there
+                if not self._raw.in_transaction:  # SQLite rolled the whole transaction back
                     raise sqlite3.OperationalError(str(job.error))
                 self._raw.execute("ROLLBACK TO job")
             self._raw.execute("RELEASE job")
@@ -348,13 +348,13 @@ class _Writer:
     def _try(self, job: _Job) -> None:
         try:
             job.value = job.work(self._connection)
-        except StoreError as error:  # the job's own word, such as that somebody else has the directory
+        except StoreError as error:  # raised by the job itself, for example for a lost lease
             job.error = error
         except Exception as error:
-            job.error = worded(error)
+            job.error = translate_error(error)
 
     def _undo(self) -> None:
-        """End a transaction that failed."""
+        """Roll back a failed transaction."""
         try:
             if self._raw.in_transaction:
                 self._raw.execute("ROLLBACK")
@@ -364,7 +364,7 @@ class _Writer:
 
     def _reopen(self) -> None:
         self._raw.close()
-        self._connection.detach()  # or it would be rolled back when it is collected, which fails
+        self._connection.detach()  # otherwise its rollback on garbage collection would fail
         self._open()
         self._lost = False
 
@@ -377,8 +377,8 @@ class _Writer:
 
 
 class _Undone(Exception):
-    """The only job of a transaction failed by itself."""
+    """The only job of a transaction failed."""
 
 
 def _closed() -> Unavailable:
-    return Unavailable("the store is closed: the service is ending", retry_after=5.0)
+    return Unavailable("the store is closed: the service is shutting down", retry_after=5.0)

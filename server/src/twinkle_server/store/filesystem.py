@@ -1,4 +1,4 @@
-"""What the store asks of the file system below it: locks that hold, and directories that are durable."""
+"""Requirements on the file system: working locks, and durable directories."""
 
 import os
 from pathlib import Path
@@ -26,14 +26,14 @@ _REMOTE |= {"fuse.gcsfuse", "fuse.goofys", "fuse.rclone", "fuse.juicefs"}
 
 
 def check_local(folder: Path, mounts: Path = _MOUNTS) -> None:
-    """Check that a folder is on a disk of this machine, for SQLite's locks do not hold on a network file system.
+    """Check that a folder is on a local disk, since SQLite's locks are unreliable on network file systems.
 
     Args:
-        folder: that exists.
-        mounts: the kernel's list of mounts; where there is none, nothing is checked.
+        folder: an existing folder.
+        mounts: the kernel's list of mounts; nothing is checked if it does not exist.
 
     Raises:
-        StoreError: it is on a network file system.
+        StoreError: the folder is on a network file system.
     """
     kind = _kind(folder.resolve(), mounts)
     if kind in _REMOTE:
@@ -44,22 +44,22 @@ def check_local(folder: Path, mounts: Path = _MOUNTS) -> None:
 
 
 def _kind(folder: Path, mounts: Path) -> str | None:
-    """Return the type of the file system with the longest mount point above a folder."""
+    """Return the file system type of the longest mount point that contains a folder."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
-    found: tuple[int, str | None] = (-1, None)
+    longest: tuple[int, str | None] = (-1, None)
     for line in lines:
         left, _, right = line.partition(" - ")
         point = left.split()[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
-        if folder.is_relative_to(point) and len(point) >= found[0]:
-            found = (len(point), right.split()[0])
-    return found[1]
+        if folder.is_relative_to(point) and len(point) >= longest[0]:
+            longest = (len(point), right.split()[0])
+    return longest[1]
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable."""
+    """Sync a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The folders that rows name, or have named: upkeep removes no other folder without an operator's word."""
+"""Folders that rows name or have named; upkeep removes no other folder without an operator's command."""
 
 from collections.abc import Collection
 from functools import partial
@@ -18,14 +18,14 @@ def name(connection: Connection, folder: str, now: float) -> None:
 
     Args:
         connection: of a transaction.
-        folder: relative to the data directory.
+        folder: path relative to the data directory.
         now: UTC seconds.
     """
     connection.execute(sqlite.insert(folders).values(folder=folder, named=now).on_conflict_do_nothing())
 
 
 async def all_named(database: Database) -> set[str]:
-    """Return every folder that a row names, or has named, and that was not forgotten."""
+    """Return every recorded folder."""
     return await database.read(lambda connection: set(connection.execute(select(folders.c.folder)).scalars()))
 
 

@@ -1,6 +1,6 @@
-"""Whether a data directory's database is the one that the rest of the directory belongs to, and is whole.
+"""Checks that a data directory's database exists, belongs to this service, and is not damaged.
 
-Nothing is written here: a directory that is refused stays as it is.
+Nothing is written, so that a refused directory stays unchanged.
 """
 
 import sqlite3
@@ -18,44 +18,44 @@ DATABASE: Final = "twinkle.db"
 SIDES: Final = ("twinkle.db-wal", "twinkle.db-shm", "twinkle.db-journal")
 _LOG: Final = "twinkle.db-wal"
 _LOG_HEADER: Final = 32
-"""Bytes; a log of this size has no entry."""
+"""Size of a log without entries in bytes."""
 _JOURNAL: Final = "twinkle.db-journal"
-"""SQLite's journal of the switch to a write-ahead log, which the very first start makes."""
+"""SQLite's rollback journal, which the first start creates while it switches to a write-ahead log."""
 _JOURNAL_MAGIC: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 PLACES: Final = ("checkpoints", "snapshots", "payloads", "results", "trash")
 _MAGIC: Final = b"SQLite format 3\0"
 _FIRST: Final = ("meta", "lease", "keys", "checkpoints", "models")
-"""Tables that every version of the schema has."""
+"""Tables of every version of the schema."""
 _LINES: Final = 5
 
 Found = Literal["missing", "empty", "foreign", "ours"]
 
 
 def check_database(data: Path) -> None:
-    """Refuse a directory whose database is lost while other content is there, or is not one of this service.
+    """Refuse a directory whose database is missing beside other data, or is not a database of this service.
 
     Args:
         data: the data directory, which may not exist yet.
 
     Raises:
-        StoreError: says what is there, and how to restore the directory or to start with an empty one.
+        StoreError: says what the directory contains, and how to restore it or to start with an empty one.
     """
-    found, reason = _look(data / DATABASE)
-    if found == "ours":
+    state, reason = _classify(data / DATABASE)
+    if state == "ours":
         return
     content = describe(data)
-    if found in ("missing", "empty") and not content:
+    if state in ("missing", "empty") and not content:
         return
     holds = f", but the directory holds {', '.join(content)}" if content else ""
     raise StoreError(f"cannot open {data}: {reason}{holds}; {remedy(data)}")
 
 
 def damage(path: Path, *, full: bool = False) -> list[str]:
-    """Return what SQLite finds wrong with a database file; nothing for one that is whole.
+    """Return the errors that SQLite finds in a database file; empty if there are none.
 
     Args:
         path: of the file.
-        full: also compare indexes with tables (`PRAGMA integrity_check`), which takes several times as long.
+        full: whether to compare indexes with tables, too (`PRAGMA integrity_check`), which takes several times as long.
     """
     pragma = f"PRAGMA {'integrity_check' if full else 'quick_check'}({_LINES})"
     try:
@@ -69,7 +69,7 @@ def damage(path: Path, *, full: bool = False) -> list[str]:
 
 
 def check_whole(data: Path, *, full: bool = False) -> None:
-    """Refuse a database that is damaged.
+    """Refuse a damaged database.
 
     Raises:
         StoreError: says what SQLite found, and what to do.
@@ -87,7 +87,7 @@ def check_whole(data: Path, *, full: bool = False) -> None:
 
 
 def remedy(data: Path) -> str:
-    """Return what an operator can do about a database that cannot be used."""
+    """Return what an operator can do about an unusable database."""
     return (
         f"restore the whole directory from a backup (stop the service, `cp -a BACKUP/. {data}/`), or move what is "
         f"there aside and start with an empty directory: `twinkle server set-aside --data {data}`"
@@ -95,23 +95,23 @@ def remedy(data: Path) -> str:
 
 
 def describe(data: Path) -> list[str]:
-    """Return what a directory holds beside its database, as words for people; nothing for a new one."""
-    found = []
+    """List the content of a directory beside its database, for messages; empty for a new directory."""
+    content = []
     for place in PLACES:
         try:
             count = sum(1 for _ in (data / place).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             continue
         if count:
-            found.append(f"{count} in {place}/")
+            content.append(f"{count} in {place}/")
     if (data / "secret").exists():
-        found.append("the file secret")
+        content.append("the file secret")
     log = data / _LOG  # a start that was killed before its first commit leaves an empty one, and other files beside it
-    return found + ([_LOG] if log.exists() and log.stat().st_size > _LOG_HEADER else [])
+    return content + ([_LOG] if log.exists() and log.stat().st_size > _LOG_HEADER else [])
 
 
-def _look(path: Path) -> tuple[Found, str]:
-    """Return what is there in the database's place, and say so."""
+def _classify(path: Path) -> tuple[Found, str]:
+    """Return the state of a database file, and its description."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -129,25 +129,25 @@ def _look(path: Path) -> tuple[Found, str]:
             tables = {name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     except sqlite3.OperationalError as error:
         if _was_empty(path.with_name(_JOURNAL)):
-            return "empty", f"{DATABASE} was never written whole"
+            return "empty", f"{DATABASE} was never completely written"
         raise StoreError(f"cannot read {path}: {error}; check the disk and the permissions") from error
     except sqlite3.DatabaseError:
-        return "ours", ""  # damaged, of which `check_whole` says more
+        return "ours", ""  # damaged; `check_whole` reports the details
     if not tables:
         return "empty", f"{DATABASE} is an empty database"
-    if lacking := [name for name in _FIRST if name not in tables] + ["alembic_version"] * (
+    if missing := [name for name in _FIRST if name not in tables] + ["alembic_version"] * (
         "alembic_version" not in tables
     ):
         others = sorted(tables - set(metadata.tables) - {"alembic_version", "sqlite_sequence"})
         has = f"it has the table {others[0]!r}, and " if others else ""
-        return "foreign", f"{DATABASE} is not a database of this service ({has}the table {lacking[0]!r} is missing)"
+        return "foreign", f"{DATABASE} is not a database of this service ({has}the table {missing[0]!r} is missing)"
     return "ours", ""
 
 
 def _was_empty(journal: Path) -> bool:
-    """Return whether a journal that is still to be rolled back says that the database had no table before.
+    """Return whether the database had no table before the transaction of a hot journal.
 
-    A database of one page has none, for each table has a page of its own.
+    A database of one page has no table, because each table has its own page.
     """
     try:
         with journal.open("rb") as file:
@@ -159,7 +159,7 @@ def _was_empty(journal: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open an existing file for reading; its log is read as well."""
+    """Open an existing file for reading, including its write-ahead log."""
     address = f"file:{quote(str(path))}?mode=ro"
     with closing(sqlite3.connect(address, uri=True, timeout=5.0, isolation_level=None)) as raw:
         yield raw

@@ -1,8 +1,8 @@
-"""The log of operations in SQLite: the `Journal` of `ports`, and what only the durable one can say.
+"""The operation log in SQLite: the `Journal` of `ports`.
 
-Its two busy transactions are `Submit` (an operation comes in) and `Finish` (operations end). The id of a future is 128
-random bits, and a seal that only this data directory can make for one tenant: so an id that was given out can be told
-from an invented or a foreign one when its row is long gone.
+Its frequent transactions are `Submit` (a new operation) and `Finish` (outcomes of operations). A request id is 128
+random bits and a seal that only this data directory can make for one tenant. Thus an expired id can be distinguished
+from an invented one, or another tenant's, after its row was deleted.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from twinkle_server.telemetry.logs import redact
 _RANDOM: Final = 32
 _SEAL: Final = 16
 LOST_DIGEST: Final = hashlib.sha256(b"forward\0" + LOST).digest()
-"""Stands in the row of a number that was given up, so that it is told from those of requests."""
+"""Digest in the row of a number that was given up, to distinguish it from those of requests."""
 
 
 def new_request(secret: bytes, tenant: str) -> str:
-    """Return an id for a tenant's future."""
+    """Return a new request id for a tenant."""
     random = secrets.token_hex(_RANDOM // 2)
     return random + _seal(secret, random, tenant)
 
@@ -53,18 +53,18 @@ def _seal(secret: bytes, random: str, tenant: str) -> str:
 
 
 IN_ROW: Final = ""
-"""Stands in a row for bytes that are in the database; another text is a file's name, NULL is nothing."""
+"""Marks bytes that are in the database; another text is a file name, and NULL means no bytes."""
 _NEVER_REPLAYED: Final = ("sample", "unload")
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Who writes, and when.
+    """Identity and clock of the writer.
 
     Attributes:
-        secret: that seals the ids of futures.
+        secret: key of the seals of request ids.
         epoch: of the lease.
-        clock: seconds since 1970.
+        clock: returns UTC seconds.
     """
 
     secret: bytes
@@ -72,23 +72,25 @@ class Context:
     clock: Callable[[], float]
 
     def fence(self, raw: sqlite3.Connection) -> None:
-        """Check within a transaction that this process has the lease.
+        """Check within a transaction that this process holds the lease.
 
         Raises:
-            LeaseLost: another one has.
+            LeaseLost: another process holds it.
         """
         row = raw.execute(sql.FENCE).fetchone()
         if row is None or row[0] != self.epoch:
-            raise LeaseLost("another process serves this data directory now: this one is ending", retry_after=5.0)
+            raise LeaseLost(
+                "another process now serves this data directory; this one is shutting down", retry_after=5.0
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Bytes on their way into a row.
+    """Bytes to be written into a row.
 
     Attributes:
-        where: as it stands there.
-        data: the bytes, if they are in the database.
+        where: value of the row's column; see `IN_ROW`.
+        data: the bytes, if they go into the database.
     """
 
     where: str | None = None
@@ -96,13 +98,13 @@ class Stored:
 
     @property
     def files(self) -> list[str]:
-        """Names of files that hold them."""
+        """Names of the files that contain them."""
         return [self.where] if self.where else []
 
 
 @dataclass(slots=True)
 class Submit:
-    """Writes an operation, or finds the one that came before under its number."""
+    """Writes an operation, or returns the earlier one of the same number."""
 
     context: Context
     submission: Submission
@@ -111,50 +113,64 @@ class Submit:
     also: Callable[[Any], None] | None
 
     def __call__(self, connection: Connection) -> tuple[Accepted, Operation]:
-        """Do it, within a transaction."""
-        raw, asked = driver(connection), self.submission
+        """Run within a transaction."""
+        raw, submission = driver(connection), self.submission
         self.context.fence(raw)
-        number = asked.number
+        number = submission.number
         if number is None:
-            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": asked.queue_id}).fetchone()[0])
-        request = new_request(self.context.secret, asked.tenant)
+            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": submission.queue_id}).fetchone()[0])
+        request = new_request(self.context.secret, submission.tenant)
         row = self._insert(raw, request, number)
         if row is None:
             return self._repeated(raw, number)
         status: Status = "pending"
-        if asked.refusal is not None:
+        if submission.refusal is not None:
             status = "failed"
         elif self.also is not None:
             self.also(connection)
-        operation = Operation(row, request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, status)
-        operation.payload = asked.payload if status == "pending" else None
+        operation = Operation(
+            row, request, submission.tenant, submission.queue_id, number, submission.kind, submission.tokens, status
+        )
+        operation.payload = submission.payload if status == "pending" else None
         return Accepted(request, True), operation
 
     def _insert(self, raw: sqlite3.Connection, request: str, number: int) -> int | None:
-        asked, now = self.submission, self.context.clock()
-        refused = asked.refusal is not None
-        columns = (request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, self.digest)
-        outcome = ("failed", redact(asked.refusal), "user") if asked.refusal is not None else ("pending", None, None)
+        submission, now = self.submission, self.context.clock()
+        refused = submission.refusal is not None
+        columns = (
+            request,
+            submission.tenant,
+            submission.queue_id,
+            number,
+            submission.kind,
+            submission.tokens,
+            self.digest,
+        )
+        outcome = (
+            ("failed", redact(submission.refusal), "user")
+            if submission.refusal is not None
+            else ("pending", None, None)
+        )
         where = (self.context.epoch, self.stored.where, now, now if refused else None)
         row = raw.execute(sql.INSERT, columns + outcome + where).fetchone()
         if row is None:
             return None
-        if asked.ordered:
-            covered = raw.execute(sql.TOUCH_MODEL, (now, asked.queue_id, asked.tenant)).fetchone()
+        if submission.ordered:
+            covered = raw.execute(sql.TOUCH_MODEL, (now, submission.queue_id, submission.tenant)).fetchone()
             if covered is not None and covered[0] is not None and number <= covered[0]:
-                raise Gone(f"the result of sequence number {number} of {asked.queue_id!r} has expired")
+                raise Gone(f"the result of sequence number {number} of {submission.queue_id!r} has expired")
         if self.stored.data is not None:
             raw.execute(sql.PUT_PAYLOAD, (row[0], self.stored.data))
         return int(row[0])
 
     def _repeated(self, raw: sqlite3.Connection, number: int) -> tuple[Accepted, Operation]:
-        asked = self.submission
-        row = raw.execute(sql.BY_NUMBER, (asked.queue_id, number, asked.tenant)).fetchone()
+        submission = self.submission
+        row = raw.execute(sql.BY_NUMBER, (submission.queue_id, number, submission.tenant)).fetchone()
         if row is None:
-            raise NotFound(f"model or sampling session {asked.queue_id[:120]!r} does not exist")
+            raise NotFound(f"model or sampling session {submission.queue_id[:120]!r} does not exist")
         if row[-1] not in (self.digest, LOST_DIGEST):
             raise SequenceConflict(
-                f"sequence number {number} of {asked.queue_id!r} was used for another request; use the next number"
+                f"sequence number {number} of {submission.queue_id!r} was used for another request; use the next number"
             )
         operation = Operation(*row[:-1])
         return Accepted(operation.request, False), operation
@@ -162,13 +178,13 @@ class Submit:
 
 @dataclass(slots=True)
 class Finish:
-    """Writes how operations ended.
+    """Writes outcomes.
 
     Attributes:
         context: see `Context`.
         outcomes: with their results.
-        used: files of results that rows name now.
-        needless: files of payloads that no row names any more.
+        used: result files that rows now name.
+        needless: payload files that no row names any more.
     """
 
     context: Context
@@ -177,7 +193,7 @@ class Finish:
     needless: list[str] = field(default_factory=list)
 
     def __call__(self, connection: Connection) -> list[Outcome]:
-        """Do it, within a transaction."""
+        """Run within a transaction."""
         raw = driver(connection)
         self.context.fence(raw)
         now = self.context.clock()
@@ -205,10 +221,10 @@ class Finish:
     def _write(self, raw: sqlite3.Connection, outcome: Outcome, stored: Stored, now: float) -> Outcome:
         status, error, category = _end(outcome)
         kept = stored if status == "done" else Stored()
-        what = (status, error, category, kept.where, self.context.epoch, now, outcome.operation)
-        row = raw.execute(sql.FINISH, what).fetchone()
+        params = (status, error, category, kept.where, self.context.epoch, now, outcome.operation)
+        row = raw.execute(sql.FINISH, params).fetchone()
         if row is None:
-            return _as_it_was(raw, outcome.operation)
+            return _recorded_outcome(raw, outcome.operation)
         if kept.data is not None:
             raw.execute(sql.PUT_RESULT, (outcome.operation, kept.data))
         if status == "done" and outcome.composition is not None:
@@ -216,14 +232,14 @@ class Finish:
         self.used.update(kept.files)
         kind, payload, queue_id, tenant = row
         if kind == "create" and status != "done":
-            raw.execute(sql.NEVER_MADE, (error, queue_id, tenant))
+            raw.execute(sql.CREATION_FAILED, (error, queue_id, tenant))
         if (status != "done" or kind in _NEVER_REPLAYED) and payload is not None:
             self.needless += drop_payloads(raw, [(outcome.operation, payload)])
         return outcome
 
 
 def drop_payloads(raw: sqlite3.Connection, rows: Sequence[tuple[int, str | None]]) -> list[str]:
-    """Drop payloads of operations, given as (id, where), and how passes were composed: what a replay would need.
+    """Delete payloads and compositions of operations, given as (id, where), which only a replay would need.
 
     Returns:
         Files to remove after the commit.
@@ -242,8 +258,8 @@ def _end(outcome: Outcome) -> tuple[Status, str | None, str | None]:
     return "done", None, None
 
 
-def _as_it_was(raw: sqlite3.Connection, operation: int) -> Outcome:
-    """Return how an operation ended that was over before; a result in a file is left there."""
+def _recorded_outcome(raw: sqlite3.Connection, operation: int) -> Outcome:
+    """Return the outcome of an operation that ended before; a result in a file is not read."""
     row = raw.execute(sql.OUTCOME, (operation,)).fetchone()
     if row is None:
         raise LookupError(f"operation {operation} does not exist")
@@ -252,12 +268,12 @@ def _as_it_was(raw: sqlite3.Connection, operation: int) -> Outcome:
 
 
 class SqliteJournal:
-    """The log of operations.
+    """The operation log.
 
     Attributes:
         payloads: files of large payloads.
         results: files of large results.
-        reads: operations whose outcome was read, and when; `retention` writes it into their rows.
+        reads: time of the first read of outcomes, by operation; `retention` writes it into their rows.
     """
 
     def __init__(
@@ -274,10 +290,10 @@ class SqliteJournal:
         Args:
             database: with the newest schema.
             data: directory for large payloads and results.
-            secret: that seals the ids of futures.
-            epoch: of the lease; with another one, every write raises `LeaseLost`.
-            limits: `small_bytes` counts.
-            clock: seconds since 1970.
+            secret: key of the seals of request ids.
+            epoch: of the lease; if it is not the current one, every write raises `LeaseLost`.
+            limits: the setting `small_bytes` is used.
+            clock: returns UTC seconds.
         """
         self.payloads, self.results = Blobs(data / "payloads"), Blobs(data / "results")
         self.reads: dict[int, float] = {}
@@ -288,19 +304,19 @@ class SqliteJournal:
     async def submit(
         self, submission: Submission, also: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
-        """Write an operation, or find the one that came before under its number.
+        """Write an operation, or return the earlier one of the same number.
 
         Args:
-            submission: what is asked for.
-            also: what is written in the same transaction when the operation is new and not refused.
+            submission: the operation.
+            also: written in the same transaction if the operation is new and not refused.
 
         Returns:
-            The id of its future, and the operation; it has its payload if it is new.
+            The request id, and the operation, with its payload if it is new.
 
         Raises:
-            SequenceConflict: another payload came before under that number.
-            Gone: the number was used so long ago that nobody knows for what.
-            LeaseLost: another process writes here now.
+            SequenceConflict: the number was used with another payload.
+            Gone: the number was used, and its row has been deleted.
+            LeaseLost: another process serves the data directory.
             Unavailable: the disk is full or fails.
         """
         digest = await self._digest(submission)
@@ -317,14 +333,14 @@ class SqliteJournal:
         return accepted, operation
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Write how operations ended, all in one commit.
+        """Write outcomes in one commit.
 
         Returns:
-            The outcomes as they were written: an `also` may have refused, and what was over stays as it was.
+            The outcomes as written: an `also` may have refused, and operations that had ended are unchanged.
 
         Raises:
-            LookupError: there is no such operation.
-            LeaseLost: another process writes here now.
+            LookupError: an operation does not exist.
+            LeaseLost: another process serves the data directory.
             Unavailable: the disk is full or fails; nothing is written.
         """
         stored: list[tuple[Outcome, Stored]] = []
@@ -343,11 +359,11 @@ class SqliteJournal:
         return written
 
     async def future(self, request: str, tenant: str) -> Future:
-        """Return what is known of a future.
+        """Return the state of a future.
 
         Raises:
-            NotFound: it was never given to this tenant.
-            Gone: it was, and is no longer kept.
+            NotFound: the tenant has no such request.
+            Gone: its result is no longer kept.
         """
         row = await self._database.read(
             lambda connection: driver(connection).execute(sql.FUTURE, (request, tenant)).fetchone()
@@ -368,18 +384,18 @@ class SqliteJournal:
         return Future(kind, status, queue_id, data, error, category or "server")
 
     async def pending(self) -> list[Operation]:
-        """Return every operation that is not over, by queue and number; without payloads."""
+        """Return all pending operations by queue and number, without payloads."""
         return await self._list(sql.PENDING)
 
     async def after(self, queue_id: str, number: int) -> list[Operation]:
-        """Return a queue's operations behind a number, in order; without payloads."""
+        """Return a queue's operations after a number in order, without payloads."""
         return await self._list(sql.AFTER, queue_id, number)
 
     async def payload(self, operation: int) -> bytes:
         """Return the payload of an operation.
 
         Raises:
-            LookupError: a snapshot covers it, and it is gone.
+            LookupError: it was deleted, because a snapshot covers the operation.
         """
         row = await self._database.read(
             lambda connection: driver(connection).execute(sql.GET_PAYLOAD, (operation,)).fetchone()
@@ -389,14 +405,14 @@ class SqliteJournal:
         return await self.payloads.get(row[0]) if row[0] != IN_ROW else bytes(row[1])
 
     async def composition(self, operation: int) -> str | None:
-        """Return how the passes of an operation were composed; None where that was not recorded."""
+        """Return the composition of an operation's passes; None if it was not recorded."""
         row = await self._database.read(
             lambda connection: driver(connection).execute(sql.GET_COMPOSITION, (operation,)).fetchone()
         )
         return None if row is None else bytes(row[0]).decode()
 
     async def blame(self, operations: Sequence[int]) -> None:
-        """Count that the engine died while these were under way."""
+        """Count a death of the engine for the operations that were running."""
 
         def work(connection: Connection) -> None:
             raw = driver(connection)
@@ -406,12 +422,13 @@ class SqliteJournal:
         await self._database.write(work)
 
     async def snapshotted(self, snapshot: Snapshot) -> list[str]:
-        """Make a snapshot the queue's newest, drop the payloads that it covers, and return folders that are not needed.
+        """Record a snapshot as the queue's newest, and delete the payloads that it covers.
 
-        One that is older than what is there, or of a model that is gone, is itself not needed.
+        Returns:
+            Folders that are no longer needed: of the previous snapshot, or of this one if it is outdated.
 
         Raises:
-            LookupError: there is no such model.
+            LookupError: the model does not exist.
         """
         files: list[str] = []
 
@@ -424,7 +441,7 @@ class SqliteJournal:
             number, folder, _, _, status = row
             if status == "gone" or (number is not None and number > snapshot.number):
                 return [snapshot.folder]
-            what = (
+            params = (
                 snapshot.number,
                 snapshot.folder,
                 snapshot.digest,
@@ -432,7 +449,7 @@ class SqliteJournal:
                 self.context.clock(),
                 snapshot.queue_id,
             )
-            raw.execute(sql.SET_SNAPSHOT, what)
+            raw.execute(sql.SET_SNAPSHOT, params)
             folders.name(connection, snapshot.folder, self.context.clock())
             covered = raw.execute(sql.COVERED, (snapshot.queue_id, snapshot.number)).fetchall()
             files.extend(drop_payloads(raw, covered))
@@ -450,23 +467,23 @@ class SqliteJournal:
         return None if row is None or row[1] is None else Snapshot(queue_id, *row[:4])
 
     def close(self) -> None:
-        """End the threads that write files."""
+        """Stop the threads that write files."""
         self.payloads.close()
         self.results.close()
 
     async def _digest(self, submission: Submission) -> bytes:
-        """Return what tells a repeated request from another one."""
-        asked = submission.payload if submission.asked is None else submission.asked
+        """Return the digest that identifies a retried request."""
+        original = submission.payload if submission.original is None else submission.original
         digest = hashlib.sha256(f"{submission.kind}\0".encode())
-        if len(asked) > self._small:
-            await asyncio.to_thread(digest.update, asked)
+        if len(original) > self._small:
+            await asyncio.to_thread(digest.update, original)
         else:
-            digest.update(asked)
+            digest.update(original)
         return digest.digest()
 
     async def _list(self, query: str, *values: object) -> list[Operation]:
-        found = await self._database.read(lambda connection: driver(connection).execute(query, values).fetchall())
-        return [Operation(*row) for row in found]
+        rows = await self._database.read(lambda connection: driver(connection).execute(query, values).fetchall())
+        return [Operation(*row) for row in rows]
 
     async def _store(self, data: bytes | None, files: Blobs) -> Stored:
         if data is None:

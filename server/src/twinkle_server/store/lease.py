@@ -1,7 +1,7 @@
-"""Who may write the operations of a data directory: one process, whose epoch stands in every write.
+"""The lease of a data directory: one process may write its operations, and every write is fenced by its epoch.
 
-Two things decide: a lock of the kernel on the file `lock`, which ends with the process that holds it, and a row that
-says who it is and which epoch it has. A process whose epoch is no longer the row's has been replaced, and cannot write.
+The lease consists of a kernel lock on the file `lock`, which ends with its process, and a row with owner and epoch. A
+process whose epoch differs from the row's has been replaced and cannot write.
 """
 
 import fcntl
@@ -24,13 +24,13 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, so that no other one can be taken for it.
+    """Identifies a process unambiguously.
 
     Attributes:
-        host: name of its machine.
-        pid: its number.
-        started: clock ticks from the machine's start to its own; 0 where the system does not say.
-        boot: random id of the machine's start; "" where the system does not say.
+        host: host name.
+        pid: process id.
+        started: clock ticks from boot to the start of the process; 0 if unknown.
+        boot: boot id of the machine; "" if unknown.
     """
 
     host: str
@@ -40,7 +40,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> "Owner":
-        """Return this process."""
+        """Return the current process."""
         return cls(platform.node(), os.getpid(), started(os.getpid()) or 0, _boot())
 
 
@@ -49,15 +49,15 @@ class Lease:
     """The right to write.
 
     Attributes:
-        epoch: grows by one with every owner.
-        lock: the locked file's descriptor.
+        epoch: increases by one with every owner.
+        lock: descriptor of the locked file.
     """
 
     epoch: int
     lock: int
 
     def release(self, database: SqliteDatabase) -> None:
-        """Say that nobody holds it, and unlock; what another process may have taken since is left alone."""
+        """Mark the lease as released, and unlock; a lease taken by another process is not changed."""
         query = update(lease).where(lease.c.epoch == self.epoch).values(released=True)
         try:
             database.write_now(lambda connection: connection.execute(query))
@@ -65,17 +65,17 @@ class Lease:
             self.drop()
 
     def drop(self) -> None:
-        """Unlock only, as the death of this process would."""
+        """Only unlock, as the death of this process would."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
 
 
 def lock(database: SqliteDatabase, data: Path) -> int:
-    """Lock a data directory against other servers; returns the descriptor that holds the lock.
+    """Lock a data directory against other servers, and return the descriptor that holds the lock.
 
     Raises:
-        StoreError: another process has it.
+        StoreError: another process holds the lock.
     """
     handle = os.open(data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -89,17 +89,17 @@ def lock(database: SqliteDatabase, data: Path) -> int:
 def take(
     database: SqliteDatabase, data: Path, handle: int, take_over: bool = False, owner: Owner | None = None
 ) -> Lease:
-    """Take the lease of a data directory; a dead owner's on this machine is taken over at once.
+    """Take the lease of a data directory; the lease of a dead owner on this machine is taken over immediately.
 
     Args:
         database: of the directory, with the newest schema.
         data: the directory.
         handle: of `lock`.
-        take_over: take it even from an owner on another machine.
-        owner: who takes it; this process.
+        take_over: whether to take the lease even from an owner on another machine.
+        owner: the new owner; by default this process.
 
     Raises:
-        StoreError: somebody has it.
+        StoreError: another process holds the lease.
     """
     who = owner or Owner.current()
     return Lease(database.write_now(lambda connection: _take(connection, data, who, take_over)), handle)
@@ -125,31 +125,31 @@ def _take(connection: Connection, data: Path, owner: Owner, take_over: bool) -> 
 
 
 def _check_dead(row: Row[Any], data: Path, owner: Owner) -> None:
-    """Check that an owner whose lock is free does not live, by its process; `_take`'s caller has the lock."""
+    """Check that an owner without the lock is dead, by its process; the caller holds the lock."""
     same_boot = row.boot == owner.boot and row.boot != ""
     if not same_boot and row.host != owner.host:
         raise StoreError(
-            f"{_who(row, data)}, on another machine; stop it there, or start with --take-over if that machine is gone"
+            f"{_describe(row, data)}, on another machine; stop it there, or start with --take-over if it no longer runs"
         )
     alive = same_boot and row.host == owner.host and row.pid != owner.pid and started(row.pid) == row.started
     if alive:
-        raise StoreError(f"{_who(row, data)}: stop it first, or choose another --data")
+        raise StoreError(f"{_describe(row, data)}: stop it first, or choose another --data")
 
 
 def _held(connection: Connection, data: Path) -> str:
     row = connection.execute(select(lease)).one_or_none() if schema.version(connection) else None
     if row is None:
         return f"another process is opening {data}: choose another --data, or wait for it to end"
-    return f"{_who(row, data)}: stop it first, or choose another --data"
+    return f"{_describe(row, data)}: stop it first, or choose another --data"
 
 
-def _who(row: Row[Any], data: Path) -> str:
+def _describe(row: Row[Any], data: Path) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(row.since))
     return f"{data} is served by process {row.pid} on {row.host} since {since}"
 
 
 def started(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks of this machine; None if it does not live or nobody says."""
+    """Return the start time of a process in clock ticks of this machine; None if it is dead or this is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

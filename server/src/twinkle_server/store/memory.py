@@ -1,6 +1,6 @@
-"""A journal in memory, with which benchmarks tell the service's own time from that of the disk. It forgets at exit.
+"""A journal in memory, for benchmarks that measure the service without the disk.
 
-For benchmarks only: nothing is durable, no lease is held, and nothing is ever purged.
+Nothing is durable, no lease is held, and nothing is ever purged.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from twinkle_server.store.journal import LOST_DIGEST, is_ours, new_request
 
 
 class MemoryJournal:
-    """The `Journal` of `ports`, in dictionaries; what comes with operations (`also`) goes to a database."""
+    """The `Journal` of `ports`, in dictionaries; the `also` functions of operations write to a database."""
 
     def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
-        """Use a database for what is not an operation: `also` needs one."""
+        """Use a database for `also` functions."""
         self._database, self._secret, self._clock = database, secret, clock
         self._operations: dict[int, Operation] = {}
         self._digests: dict[int, bytes] = {}
@@ -62,11 +62,11 @@ class MemoryJournal:
             await self.finish([Outcome(operation.id, error=submission.refusal, category="user")])
         return Accepted(request, True), replace(operation)
 
-    def _repeated(self, found: int, submission: Submission, digest: bytes) -> tuple[Accepted, Operation]:
-        operation = self._operations[found]
+    def _repeated(self, row: int, submission: Submission, digest: bytes) -> tuple[Accepted, Operation]:
+        operation = self._operations[row]
         if operation.tenant != submission.tenant:
             raise NotFound(f"model or sampling session {submission.queue_id[:120]!r} does not exist")
-        if self._digests[found] not in (digest, LOST_DIGEST):
+        if self._digests[row] not in (digest, LOST_DIGEST):
             raise SequenceConflict(
                 f"sequence number {operation.number} of {operation.queue_id!r} was used for another request"
             )
@@ -102,26 +102,26 @@ class MemoryJournal:
             raise NotFound(f"request {request[:80]!r} does not exist")
         if operation.status == "pending":
             return Future(operation.kind, "pending", operation.queue_id)
-        over = self._outcomes[operation.id]
-        error = over.error or ("the request was cancelled" if over.cancelled else None)
-        return Future(operation.kind, operation.status, operation.queue_id, over.result, error, over.category)
+        outcome = self._outcomes[operation.id]
+        error = outcome.error or ("the request was cancelled" if outcome.cancelled else None)
+        return Future(operation.kind, operation.status, operation.queue_id, outcome.result, error, outcome.category)
 
     async def pending(self) -> list[Operation]:
         """See `SqliteJournal.pending`."""
-        found = [operation for operation in self._operations.values() if operation.status == "pending"]
-        return sorted((replace(each, payload=None) for each in found), key=lambda each: (each.queue_id, each.number))
+        pending = [replace(row, payload=None) for row in self._operations.values() if row.status == "pending"]
+        return sorted(pending, key=lambda row: (row.queue_id, row.number))
 
     async def after(self, queue_id: str, number: int) -> list[Operation]:
         """See `SqliteJournal.after`."""
-        numbers = sorted(each for each in self._queues.get(queue_id, {}) if each > number)
-        return [replace(self._operations[self._queues[queue_id][each]], payload=None) for each in numbers]
+        numbers = sorted(key for key in self._queues.get(queue_id, {}) if key > number)
+        return [replace(self._operations[self._queues[queue_id][key]], payload=None) for key in numbers]
 
     async def payload(self, operation: int) -> bytes:
         """See `SqliteJournal.payload`."""
-        found = self._operations.get(operation)
-        if found is None or found.payload is None:
+        row = self._operations.get(operation)
+        if row is None or row.payload is None:
             raise LookupError(f"the payload of operation {operation} has been deleted")
-        return found.payload
+        return row.payload
 
     async def composition(self, operation: int) -> str | None:
         """See `SqliteJournal.composition`."""
@@ -151,5 +151,5 @@ class MemoryJournal:
 
 
 def _digest(submission: Submission) -> bytes:
-    asked = submission.payload if submission.asked is None else submission.asked
-    return hashlib.sha256(f"{submission.kind}\0".encode() + asked).digest()
+    original = submission.payload if submission.original is None else submission.original
+    return hashlib.sha256(f"{submission.kind}\0".encode() + original).digest()

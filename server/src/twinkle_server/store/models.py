@@ -1,4 +1,4 @@
-"""Training runs. The functions are for transactions of others (`also`); the class has transactions of its own."""
+"""Models. The functions run in a caller's transaction (`also`); the class has its own transactions."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from twinkle_server.store.tables import models, operations
 
 
 def add(connection: Connection, model: Model) -> None:
-    """Write a new model.
+    """Add a model.
 
     Raises:
-        NotFound: its session is not the tenant's.
-        Gone: its session has ended.
-        SequenceConflict: another one has its number.
+        NotFound: the tenant has no such session.
+        Gone: the session has ended.
+        SequenceConflict: the number is used by another model.
     """
     sessions.check_active(connection, model.tenant, model.session)
     taken = select(models.c.id).where(models.c.tenant == model.tenant, models.c.id == model.id)
@@ -30,12 +30,12 @@ def add(connection: Connection, model: Model) -> None:
 def set_status(
     connection: Connection, tenant: str, model: str, status: ModelStatus, now: float, reason: str | None = None
 ) -> None:
-    """Say what has become of a model; what may end it later notes the time, and "gone" forgets its snapshot.
+    """Set the status of a model; "detached" and "corrupted" record the time, and "gone" drops its snapshot.
 
-    A snapshot's number stays even then, for it says which operations are over.
+    The number of the snapshot is kept, because it tells which operations have ended.
 
     Raises:
-        NotFound: the tenant has none of that id.
+        NotFound: the tenant has no such model.
     """
     changes: dict[str, Any] = {"status": status, "reason": reason, "detached": None}
     if status in ("detached", "corrupted"):
@@ -48,10 +48,10 @@ def set_status(
 
 
 def get(connection: Connection, tenant: str, model: str) -> Model:
-    """Return a model, whatever has become of it.
+    """Return a model of any status.
 
     Raises:
-        NotFound: the tenant has none of that id.
+        NotFound: the tenant has no such model.
     """
     row = connection.execute(select(models).where(models.c.tenant == tenant, models.c.id == model)).one_or_none()
     if row is None:
@@ -66,10 +66,10 @@ class Models:
         self._database = database
 
     async def get(self, tenant: str, model: str) -> Model:
-        """Return a model, whatever has become of it.
+        """Return a model of any status.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such model.
         """
         return await self._database.read(lambda connection: get(connection, tenant, model))
 
@@ -93,33 +93,33 @@ class Models:
         def work(connection: Connection) -> Page[Model]:
             total = connection.execute(select(func.count()).select_from(models).where(*where)).scalar_one()
             query = rows.newest_first(select(models).where(*where), models)
-            found = connection.execute(query.limit(max(limit, 0)).offset(max(offset, 0)))
-            return Page([_model(row) for row in found], total)
+            page = connection.execute(query.limit(max(limit, 0)).offset(max(offset, 0)))
+            return Page([_model(row) for row in page], total)
 
         return await self._database.read(work)
 
     async def count(self, tenant: str) -> int:
-        """Return how many models a tenant has that take memory or are being made."""
+        """Return the number of a tenant's models that use memory or are being created."""
         query = select(func.count()).where(models.c.tenant == tenant, models.c.status.in_(("creating", "live")))
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def with_status(self, *statuses: ModelStatus, before: float | None = None) -> list[Model]:
-        """Across tenants: return models by status; `before` is when they were detached."""
+        """Across tenants: return models by status, optionally only those detached before a time."""
         query = select(models).where(models.c.status.in_(statuses))
         query = query if before is None else query.where(models.c.detached < before)
         return await self._database.read(
             lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.created))]
         )
 
-    async def try_again(self, now: float) -> int:
-        """Across tenants: let models that could not be made again be tried once more; returns how many there are."""
+    async def retry_corrupted(self, now: float) -> int:
+        """Across tenants: mark corrupted models as detached, to restore them again; return their number."""
         query = update(models).where(models.c.status == "corrupted")
         since = func.coalesce(models.c.detached, now)
         changed = query.values(status="detached", reason=None, detached=since)
         return await self._database.write(lambda connection: connection.execute(changed).rowcount)
 
-    async def end_never_made(self) -> int:
-        """Across tenants: let models be gone whose creation failed; returns how many there were."""
+    async def end_failed_creations(self) -> int:
+        """Across tenants: mark models whose creation failed as gone; return their number."""
         failed = operations.c.status.in_(("failed", "cancelled"))
         creation = select(operations.c.id).where(operations.c.lane == models.c.id, operations.c.number == 0, failed)
         query = update(models).where(models.c.status == "creating", creation.exists())
@@ -127,10 +127,10 @@ class Models:
         return await self._database.write(lambda connection: connection.execute(changed).rowcount)
 
     async def gone(self, tenant: str, model: str, now: float, reason: str) -> list[str]:
-        """Let go of a model and of its snapshot; returns folders that are no longer needed.
+        """Mark a model as gone, and return the folder of its snapshot, which is no longer needed.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such model.
         """
 
         def work(connection: Connection) -> list[str]:
@@ -142,9 +142,9 @@ class Models:
 
 
 def _model(row: Row[Any]) -> Model:
-    found = rows.record(Model, row)
+    model = rows.record(Model, row)
     if row.snapshot_folder is not None:
-        found.snapshot = Snapshot(
+        model.snapshot = Snapshot(
             row.id, row.snapshot_number, row.snapshot_folder, row.snapshot_digest, row.snapshot_size
         )
-    return found
+    return model

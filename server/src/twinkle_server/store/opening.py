@@ -1,4 +1,4 @@
-"""Opening the data directory: schema, lease, the record stores together, and the secret.
+"""Opening the data directory: schema, lease, tables, and the secret.
 
 The secret is 32 random bytes in a file that only its owner may read.
 """
@@ -36,14 +36,14 @@ _SIZE: Final = 32
 
 
 def read_secret(data: Path) -> bytes:
-    """Return the secret of a data directory; it is made if it is not there.
+    """Return the secret of a data directory; create it if it does not exist.
 
     Raises:
-        StoreError: the file is not what was written.
+        StoreError: the file has another size.
     """
     path = data / "secret"
     if not path.exists():
-        _make(path)
+        _create_secret(path)
     secret = path.read_bytes()
     if len(secret) != _SIZE:
         raise StoreError(
@@ -54,7 +54,7 @@ def read_secret(data: Path) -> bytes:
     return secret
 
 
-def _make(path: Path) -> None:
+def _create_secret(path: Path) -> None:
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -62,7 +62,7 @@ def _make(path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     reach("secret.before_link")
-    with contextlib.suppress(FileExistsError):  # another process was faster: its secret holds
+    with contextlib.suppress(FileExistsError):  # another process was faster; its secret is used
         path.hardlink_to(temporary)
     temporary.unlink()
     sync_folder(path.parent)
@@ -77,13 +77,13 @@ class Store:
 
     Attributes:
         data: the directory.
-        secret: random bytes of this directory, for signatures (of request ids, of links).
+        secret: random bytes, the key of signatures (of request ids and links).
         instance: random id of this directory.
-        database: for transactions of one's own.
-        journal: the log of operations.
-        retention: what may be thrown away.
-        sessions: see `store.sessions`; the others likewise.
-        lease: None when the store was opened beside a running server.
+        database: runs transactions.
+        journal: the operation log.
+        retention: deletes old data.
+        sessions: see `store.sessions`; likewise the other tables.
+        lease: None if the store was opened beside a running server.
     """
 
     data: Path
@@ -103,7 +103,7 @@ class Store:
     lease: "lease.Lease | None"
 
     def close(self) -> None:
-        """Give the lease back, and close the database; what was submitted before is written. Blocks."""
+        """Release the lease, and close the database after queued writes; blocks."""
         self.journal.close()
         try:
             if self.lease is not None:
@@ -121,20 +121,20 @@ def open_store(
     take_over: bool = False,
     database: type[SqliteDatabase] = SqliteDatabase,
 ) -> Store:
-    """Open a data directory; an empty or missing one is made (mode 0700).
+    """Open a data directory; a missing or empty one is initialized (mode 0700).
 
     Args:
         data: the directory.
-        limits: `small_bytes` counts.
+        limits: the setting `small_bytes` is used.
         times: how long results are kept.
-        serve: take the lease, so that operations can be written; False opens it beside a running server, for keys and
-            for looking.
-        take_over: take the lease even from an owner on another machine, of which you know that it is dead.
+        serve: whether to take the lease, so that operations can be written; False opens the directory beside a running
+            server, for keys and for inspection.
+        take_over: whether to take the lease even from an owner on another machine, which must be dead.
         database: the class that opens the file.
 
     Raises:
         StoreError: it is on a network file system, of a newer version, or served by another process; or its database is
-            missing, empty, foreign or damaged while other content is there.
+            missing, empty, foreign or damaged beside other data.
     """
     try:
         _prepare_folder(data)
@@ -149,7 +149,7 @@ def _open(
     try:
         database = kind(data / DATABASE)
     except StoreError:
-        check_whole(data)  # which says more of a damaged one
+        check_whole(data)  # has a better message for a damaged database
         raise
     handle = -1
     try:
@@ -180,9 +180,9 @@ def _prepare_folder(data: Path) -> None:
 
 
 def _migrate(connection: Connection, serve: bool) -> None:
-    found = schema.version(connection)
-    if not serve and found is not None and found in schema.VERSIONS[:-1]:
-        raise StoreError(f"the database has the old version {found!r}; start `twinkle serve` once to upgrade it")
+    before = schema.version(connection)
+    if not serve and before is not None and before in schema.VERSIONS[:-1]:
+        raise StoreError(f"the database has the old version {before!r}; start `twinkle serve` once to upgrade it")
     schema.migrate(connection)
     new = sqlite.insert(meta).values(name="instance", value=new_id())
     connection.execute(new.on_conflict_do_nothing())

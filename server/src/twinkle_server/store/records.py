@@ -1,4 +1,4 @@
-"""Rows of the store, as the rest of the service sees them; one dataclass a table, fields named as its columns."""
+"""Rows of the tables as dataclasses; fields are named like columns. Times are UTC seconds."""
 
 import base64
 import binascii
@@ -19,14 +19,14 @@ class Session:
     """A client's session.
 
     Attributes:
-        id: 128 random bits, or as many of a hash of the request's idempotency key.
-        tenant: whose it is.
-        created: when.
-        last_heartbeat: when it was last heard of; `created` at first.
+        id: 128 random bits, or part of a hash of the request's idempotency key.
+        tenant: its owner.
+        created: time of creation.
+        last_heartbeat: time of the last heartbeat; `created` at first.
         status: "active" until it finishes or expires.
-        ended: when it did.
+        ended: time of its end.
         reason: why it ended ("success", "errored", "interrupted", "expired").
-        detail: of the client, to the reason.
+        detail: additional text of the client about the reason.
         sdk: version of the client.
         tags: of the client.
         metadata: of the client.
@@ -51,28 +51,28 @@ class Session:
 
 @dataclass(slots=True)
 class Model:
-    """A training run: an adapter, and the queue of its operations.
+    """A model of a client: an adapter, and the queue of its operations.
 
     Attributes:
         id: `<session>:train:<number>`.
-        tenant: whose it is.
-        session: that made it.
-        number: in its session.
+        tenant: its owner.
+        session: the session that created it.
+        number: number in the session.
         base: name of the base model.
         rank: of the adapter.
-        created: when.
-        last_request: when an operation was last asked for.
-        seed: of the first weights.
-        train_attn: attention is adapted.
-        train_mlp: the MLPs are.
-        train_unembed: the head is.
+        created: time of creation.
+        last_request: time of the last submitted operation.
+        seed: of the initial weights.
+        train_attn: whether attention layers are adapted.
+        train_mlp: whether MLP layers are adapted.
+        train_unembed: whether the output head is adapted.
         metadata: of the client.
         project: of the client.
         status: "creating" until its first operation is done; "detached" when only its snapshot is kept; "gone" after
-            unload or when nothing is kept; "corrupted" when it cannot be made again by this service.
+            unload or when nothing is kept; "corrupted" when this service cannot restore it.
         reason: why it is gone or corrupted.
-        detached: when it was detached, or could not be made again.
-        snapshot: its newest one.
+        detached: time at which it was detached or became corrupted.
+        snapshot: the newest snapshot.
     """
 
     id: str
@@ -101,17 +101,17 @@ class Sampler:
 
     Attributes:
         id: `<session>:sample:<number>`.
-        tenant: whose it is.
-        session: that made it.
-        number: in its session.
+        tenant: its owner.
+        session: the session that created it.
+        number: number in the session.
         base: name of the base model.
-        created: when.
-        path: `tinker://` path that it was made from; None for the base model and for unnamed saves.
-        folder: of the checkpoint that it samples from, relative to the data directory; None is the base model, or an
-            inflight one before its first save.
-        inflight: id of the model whose newest inflight save it follows; `folder` moves with it.
-        clones: clients that joined it.
-        ended: when its session ended.
+        created: time of creation.
+        path: `tinker://` path of its checkpoint; None for the base model and for unnamed saves.
+        folder: of the checkpoint, relative to the data directory; None for the base model, and for an inflight session
+            before the first save.
+        inflight: id of the model whose newest inflight save it follows; `folder` changes with it.
+        clones: number of clients that joined it.
+        ended: time at which its session ended.
     """
 
     id: str
@@ -132,22 +132,22 @@ class Checkpoint:
     """A saved adapter.
 
     Attributes:
-        tenant: whose it is.
+        tenant: its owner.
         run: id of the model that was saved.
         kind: "weights", "sampler_weights" or "external_weights".
-        name: in its path.
+        name: last part of its path.
         folder: relative to the data directory.
-        size: bytes.
+        size: in bytes.
         digest: SHA-256 of its manifest.
         base: name of the base model.
         rank: of the adapter.
-        created: when.
-        expires: when it goes; None is never.
-        train_attn: attention is adapted.
-        train_mlp: the MLPs are.
-        train_unembed: the head is.
-        has_optimizer: the optimizer's state is in it.
-        public: anybody may load it.
+        created: time of creation.
+        expires: time of expiry; None is never.
+        train_attn: whether attention layers are adapted.
+        train_mlp: whether MLP layers are adapted.
+        train_unembed: whether the output head is adapted.
+        has_optimizer: whether it contains the optimizer's state.
+        public: whether all tenants may load it.
         metadata: of the client.
         project: of the client.
         id: of its row; 0 before it is written.
@@ -185,14 +185,14 @@ class Key:
 
     Attributes:
         id: 128 random bits.
-        tenant: who it speaks for.
-        name: that people call it; unique among keys that are not revoked.
+        tenant: the tenant that it authenticates.
+        name: unique among keys that are not revoked.
         role: "operator" or "user".
-        prefix: by which it is found; not part of the secret.
+        prefix: identifies the key; not part of the secret.
         hash: of the secret.
-        created: when.
-        quotas: limits of its own.
-        revoked: when.
+        created: time of creation.
+        quotas: limits of this key.
+        revoked: time of revocation.
     """
 
     id: str
@@ -208,13 +208,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """Something that somebody did.
+    """An entry of the audit log.
 
     Attributes:
-        time: when.
-        tenant: who.
-        event: what, as a word.
-        details: no secrets.
+        time: of the event.
+        tenant: that caused it.
+        event: name of the event.
+        details: of the event, without secrets.
     """
 
     time: float
@@ -225,14 +225,14 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tenant used in a day.
+    """Usage of a tenant in a day.
 
     Attributes:
-        tenant: who.
+        tenant: the tenant.
         day: `YYYY-MM-DD`, UTC.
         kind: "training", "sampling_prefill", "sampling_sample", "checkpoint" or "storage".
-        tokens: of the model.
-        bytes: that were written.
+        tokens: number of tokens.
+        bytes: number of bytes written.
     """
 
     tenant: str
@@ -244,12 +244,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """A part of a list.
+    """A page of a list.
 
     Attributes:
         rows: newest first.
-        total: rows of the whole list.
-        cursor: where the next part begins, for lists that are read by cursor; None at the end.
+        total: number of rows of the whole list.
+        cursor: start of the next page for lists with cursors; None at the end.
     """
 
     rows: list[R]
@@ -258,15 +258,15 @@ class Page(Generic[R]):
 
 
 def write_cursor(created: float, key: str) -> str:
-    """Return the text that stands for a row's place in a list that is ordered by time and id."""
+    """Return the cursor of a row in a list ordered by time and id."""
     return base64.urlsafe_b64encode(f"{created!r} {key}".encode()).decode()
 
 
 def read_cursor(text: str) -> tuple[float, str]:
-    """Read what `write_cursor` wrote.
+    """Parse a cursor of `write_cursor`.
 
     Raises:
-        BadRequest: it did not.
+        BadRequest: it is invalid.
     """
     try:
         created, _, key = base64.b64decode(text, altchars=b"-_", validate=True).decode().partition(" ")

@@ -1,4 +1,4 @@
-"""What may be thrown away: old results, payloads that nothing will replay, old rows, folders that nothing names."""
+"""Deletes old data: results, payloads that no replay needs, and rows."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -13,28 +13,28 @@ from twinkle_server.store.database import SqliteDatabase, driver
 from twinkle_server.store.journal import SqliteJournal, drop_payloads
 
 _BATCH: Final = 500
-"""Rows of one transaction, so that nobody waits long behind it."""
+"""Maximum number of rows in one transaction, to keep it short."""
 _PIECE: Final = 10_000
-"""Ids of rows that one read goes through."""
+"""Number of row ids that one read covers."""
 _PAGES: Final = 1024
-"""Free pages that one transaction gives back to the file system: 4 MiB."""
+"""Maximum number of free pages that one transaction returns to the file system: 4 MiB."""
 _SPARE: Final = 4096
-"""Free pages that stay, because what comes next needs them: 16 MiB."""
+"""Number of free pages that are kept for further writes: 16 MiB."""
 _ROWS_KEPT: Final = 7 * 86400.0
-"""Seconds."""
+"""Seconds for which rows are kept after their end."""
 
 
 @dataclass(slots=True)
 class Purged:
-    """How many went.
+    """Numbers of deleted things.
 
     Attributes:
-        results: of operations.
-        payloads: of operations of models that are gone.
-        operations: whole rows.
-        checkpoints: rows of checkpoints that were deleted, or have expired.
-        samplers: rows of sampling sessions that have ended.
-        pages: of the database file.
+        results: results of operations.
+        payloads: payloads of operations of deleted models.
+        operations: rows of operations.
+        checkpoints: rows of deleted or expired checkpoints.
+        samplers: rows of ended sampling sessions.
+        pages: pages of the database file.
     """
 
     results: int = 0
@@ -46,23 +46,23 @@ class Purged:
 
 
 class Retention:
-    """Keeps the data directory bounded."""
+    """Bounds the size of the data directory."""
 
     def __init__(self, database: SqliteDatabase, journal: SqliteJournal, times: Times | None = None) -> None:
-        """Use a database and its journal; `times` says how long results are kept."""
+        """Use a database and its journal; `times` has the retention periods."""
         self._database, self._journal = database, journal
         self._times = times or Times()
 
     async def purge(self, now: float) -> Purged:
-        """Throw away what is over, in small transactions.
+        """Delete old data, in small transactions.
 
-        Results go `read_result` seconds after they were first read, or `kept_result` seconds after they came, those of
-        recorded sampling requests not before `kept_record` seconds without use; payloads
-        when their model is gone (a snapshot drops those that it covers at once); rows seven days after their end, those
-        of operations only if neither a replay nor a repeated request can want them.
+        Results are deleted `read_result` seconds after the first read, or `kept_result` seconds after they were
+        written; those of recorded sampling requests not before `kept_record` seconds without use. Payloads are deleted
+        when their model is gone (a snapshot drops those that it covers immediately). Rows are deleted seven days after
+        their end, those of operations only if neither a replay nor a retried request can need them.
 
         Args:
-            now: the time.
+            now: UTC seconds.
         """
         done = Purged()
         await self._note_reads()
@@ -82,10 +82,10 @@ class Retention:
         return done
 
     async def referenced(self) -> set[str]:
-        """Return every folder, relative to the data directory, that something still needs.
+        """Return all folders, relative to the data directory, that are still needed.
 
-        That is: live checkpoints, open sampling sessions, snapshots, and what operations that wait or may be replayed
-        read and write.
+        These are folders of live checkpoints, open sampling sessions and snapshots, and those that pending or
+        replayable operations read or write.
         """
         return await self._database.read(_folders)
 
@@ -98,12 +98,12 @@ class Retention:
         return await self._names(sql.RESULT_FILES)
 
     async def _names(self, query: str) -> set[str]:
-        """Return what a query finds, read in pieces, between which others read and the log can be cut."""
+        """Return the values of a query, read in pieces so that other reads and WAL checkpoints can run in between."""
         first, last = await self._database.read(lambda connection: driver(connection).execute(sql.ROWS).fetchone())
-        found: set[str] = set()
+        names: set[str] = set()
         for begin in range(first or 0, (last or 0) + 1, _PIECE):
-            found.update(row[0] for row in await self._rows(query, (begin, begin + _PIECE - 1)))
-        return found
+            names.update(row[0] for row in await self._rows(query, (begin, begin + _PIECE - 1)))
+        return names
 
     async def _rows(self, query: str, values: tuple[int, int]) -> list[Any]:
         return await self._database.read(lambda connection: driver(connection).execute(query, values).fetchall())
@@ -115,7 +115,7 @@ class Retention:
             await self._database.write(lambda connection: driver(connection).executemany(sql.MARK_READ, marks))
 
     async def _until_empty(self, step: Callable[[Any], tuple[int, list[str], list[str]]]) -> int:
-        """Repeat a step until it finds nothing; each gives its count, and files of payloads and of results."""
+        """Repeat a step until it finds nothing; a step returns a count, and the payload and result files to remove."""
         total, count = 0, _BATCH
         while count == _BATCH:
             count, payloads, results = await self._database.write(lambda connection: step(driver(connection)))
@@ -143,12 +143,12 @@ def _rows(raw: Any, query: str, before: float) -> tuple[int, list[str], list[str
 
 
 def _vacuum(connection: Connection) -> int:
-    """Give free pages back; returns how many, which is `_PAGES` as long as there may be more."""
+    """Return free pages to the file system; return their number, which is `_PAGES` while there may be more."""
     raw = driver(connection)
     count = min(int(raw.execute("PRAGMA freelist_count").fetchone()[0]) - _SPARE, _PAGES)
     if count <= 0:
         return 0
-    for _ in range(count):  # one by one, for Python's sqlite3 stops after the first page whatever it is asked for
+    for _ in range(count):  # one by one, because Python's sqlite3 stops after the first page of a statement
         raw.execute("PRAGMA incremental_vacuum(1)")
     return count
 

@@ -1,4 +1,4 @@
-"""From dataclasses to rows and back, and lists in parts."""
+"""Conversion between dataclasses and rows, and pages of lists."""
 
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -11,12 +11,12 @@ R = TypeVar("R")
 
 
 def values(table: Table, record: object) -> dict[str, Any]:
-    """Return the columns of a table that a dataclass has."""
+    """Return the columns of a table that are fields of a dataclass."""
     return {column.name: getattr(record, column.name) for column in table.c if hasattr(record, column.name)}
 
 
 def record(cls: type[R], row: Row[Any]) -> R:
-    """Make a dataclass from a row; columns that it does not name are left out, and NULL takes its default."""
+    """Make a dataclass from a row; columns without a field are ignored, and NULL becomes the field's default."""
     columns = row._mapping
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     return cls(**{name: columns[name] for name in names if columns.get(name) is not None})
@@ -25,12 +25,12 @@ def record(cls: type[R], row: Row[Any]) -> R:
 def page(
     connection: Connection, cls: type[R], table: Table, where: list[ColumnElement[bool]], limit: int, offset: int
 ) -> Page[R]:
-    """Return part of a list, newest first; rows of one time are ordered by their ids, so that the order is stable."""
+    """Return a page of a list, newest first; rows of the same time are ordered by id."""
     total = connection.execute(select(func.count()).select_from(table).where(*where)).scalar_one()
     query = newest_first(select(table).where(*where), table).limit(max(limit, 0)).offset(max(offset, 0))
     return Page([record(cls, row) for row in connection.execute(query)], total)
 
 
 def newest_first(query: Select[Any], table: Table) -> Select[Any]:
-    """Order a query."""
+    """Order a query by time, newest first."""
     return query.order_by(table.c.created.desc(), table.c.id.desc())

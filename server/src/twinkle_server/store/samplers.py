@@ -1,4 +1,4 @@
-"""Sampling sessions. The functions are for transactions of others (`also`); the class has transactions of its own."""
+"""Sampling sessions. The functions run in a caller's transaction (`also`); the class has its own transactions."""
 
 from sqlalchemy import Connection, func, insert, select, update
 
@@ -10,12 +10,12 @@ from twinkle_server.store.tables import samplers
 
 
 def add(connection: Connection, sampler: Sampler) -> None:
-    """Write a new sampling session; one that is there already must be the same.
+    """Add a sampling session; an existing one of this id must be equal.
 
     Raises:
-        NotFound: its session is not the tenant's.
-        Gone: its session has ended.
-        SequenceConflict: another one has its number.
+        NotFound: the tenant has no such session.
+        Gone: the session has ended.
+        SequenceConflict: the number is used by another sampling session.
     """
     sessions.check_active(connection, sampler.tenant, sampler.session)
     query = select(samplers).where(samplers.c.tenant == sampler.tenant, samplers.c.id == sampler.id)
@@ -29,11 +29,11 @@ def add(connection: Connection, sampler: Sampler) -> None:
 
 
 def move_inflight(connection: Connection, tenant: str, model: str, folder: str) -> list[str]:
-    """Let a model's inflight sampling sessions use newer weights; returns the folders that they used before."""
-    mine = (samplers.c.tenant == tenant, samplers.c.inflight == model)
-    old = connection.execute(select(samplers.c.folder).where(*mine).distinct()).scalars()
+    """Move a model's inflight sampling sessions to newer weights, and return the folders that they used before."""
+    own = (samplers.c.tenant == tenant, samplers.c.inflight == model)
+    old = connection.execute(select(samplers.c.folder).where(*own).distinct()).scalars()
     before = [name for name in old if name is not None and name != folder]
-    connection.execute(update(samplers).where(*mine).values(folder=folder))
+    connection.execute(update(samplers).where(*own).values(folder=folder))
     return before
 
 
@@ -49,7 +49,7 @@ def get(connection: Connection, tenant: str, sampler: str) -> Sampler:
     """Return a sampling session.
 
     Raises:
-        NotFound: the tenant has none of that id.
+        NotFound: the tenant has no such sampling session.
     """
     query = select(samplers).where(samplers.c.tenant == tenant, samplers.c.id == sampler)
     row = connection.execute(query).one_or_none()
@@ -69,10 +69,10 @@ class Samplers:
         await self._database.write(lambda connection: add(connection, sampler))
 
     async def get(self, tenant: str, sampler: str) -> Sampler:
-        """Return a sampling session, whether or not it has ended.
+        """Return a sampling session, active or ended.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such sampling session.
         """
         return await self._database.read(lambda connection: get(connection, tenant, sampler))
 
@@ -86,10 +86,10 @@ class Samplers:
         )
 
     async def join(self, tenant: str, sampler: str) -> int:
-        """Count one more client of a sampling session; returns its number, from 1.
+        """Count another client of a sampling session, and return its number, from 1.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such sampling session.
         """
         query = update(samplers).where(samplers.c.tenant == tenant, samplers.c.id == sampler)
         counted = query.values(clones=samplers.c.clones + 1).returning(samplers.c.clones)
@@ -99,6 +99,6 @@ class Samplers:
         return int(number)
 
     async def count(self, tenant: str) -> int:
-        """Return how many sampling sessions a tenant has that have not ended."""
+        """Return the number of a tenant's active sampling sessions."""
         query = select(func.count()).where(samplers.c.tenant == tenant, samplers.c.ended.is_(None))
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))

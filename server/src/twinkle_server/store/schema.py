@@ -1,7 +1,7 @@
-"""The schema's versions: a new file gets the newest one, an older file is migrated, a newer one is refused.
+"""Versions of the schema: a new file gets the newest one, an older file is migrated, a newer one is refused.
 
-A new file's tables come from `tables`, which a test compares with what the migrations make; alembic is imported for
-migrations alone, for that costs more than the rest of the start.
+The tables of a new file are created from `tables`, which a test compares with the migrations. Alembic is imported only
+for migrations, because the import takes longer than the rest of the start.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from twinkle_server.store.tables import metadata
 
 FOLDER: Final = Path(__file__).parent / "migrations"
 VERSIONS: Final = ("0001", "0002", "0003")
-"""All of them, oldest first; each is a file `migrations/versions/v<version>_*.py`."""
+"""All versions, oldest first; each is a file `migrations/versions/v<version>_*.py`."""
 _VERSION_TABLE: Final = """
     CREATE TABLE alembic_version (
         version_num VARCHAR(32) NOT NULL,
@@ -25,26 +25,26 @@ _VERSION_TABLE: Final = """
 
 
 def version(connection: Connection) -> str | None:
-    """Return a database's version; None is an empty one."""
+    """Return the version of a database; None if it is empty."""
     try:
-        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+        number = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     except OperationalError:
         return None
-    return None if found is None else str(found)
+    return None if number is None else str(number)
 
 
 def migrate(connection: Connection, target: str | None = VERSIONS[-1]) -> str | None:
-    """Bring a database to a version, within the transaction that the connection is in.
+    """Migrate a database to a version, within the connection's current transaction.
 
     Args:
         connection: that may write.
-        target: the version; an older one goes back, and loses what that one cannot hold. None is an empty database.
+        target: the version; a downgrade loses data that the older version cannot hold. None is an empty database.
 
     Returns:
-        The version that it had.
+        The previous version.
 
     Raises:
-        StoreError: it is of a version that this program does not know.
+        StoreError: the version of the database is unknown.
     """
     before = version(connection)
     if before == target:

@@ -15,16 +15,16 @@ from twinkle_server.store.tables import samplers, sessions
 
 @dataclass(slots=True)
 class SessionSearch:
-    """What a session must be to be found; None and empty ask for nothing.
+    """Conditions of a search; None and empty values match every session.
 
     Attributes:
         session: its id.
-        projects: one of these.
-        metadata: it has all of these.
-        display_name: a part of its name, without regard to case.
-        statuses: one of these.
+        projects: it is in one of these.
+        metadata: it has all of these entries.
+        display_name: substring of its name, ignoring case.
+        statuses: it has one of these.
         limit: rows of a page.
-        cursor: of the page before.
+        cursor: of the previous page.
     """
 
     session: str | None = None
@@ -37,11 +37,11 @@ class SessionSearch:
 
 
 def check_active(connection: Connection, tenant: str, session: str) -> None:
-    """Check, within a transaction, that a session can have something new.
+    """Check within a transaction that a session exists and is active.
 
     Raises:
-        NotFound: the tenant has none of that id.
-        Gone: it has ended.
+        NotFound: the tenant has no such session.
+        Gone: the session has ended.
     """
     status = connection.execute(
         select(sessions.c.status).where(sessions.c.tenant == tenant, sessions.c.id == session)
@@ -59,23 +59,23 @@ class Sessions:
         self._database = database
 
     async def create(self, session: Session) -> None:
-        """Write a new session; one that is there already stays as it is."""
+        """Add a session; an existing one of this id is not changed."""
         query = insert(sessions).values(rows.values(sessions, session)).on_conflict_do_nothing()
         await self._database.write(lambda connection: connection.execute(query))
 
     async def get(self, tenant: str, session: str) -> Session:
-        """Return a session, whether or not it has ended.
+        """Return a session, active or ended.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such session.
         """
         return await self._database.read(lambda connection: _get(connection, tenant, session))
 
     async def heartbeat(self, tenant: str, session: str, now: float) -> None:
-        """Note that a session lives.
+        """Record a heartbeat.
 
         Raises:
-            Gone: the tenant has none of that id, or it has ended; the client cannot tell which, and stops.
+            Gone: the tenant has no such session, or it has ended; the client stops in both cases.
         """
         query = update(sessions).where(
             sessions.c.tenant == tenant, sessions.c.id == session, sessions.c.status == "active"
@@ -87,10 +87,10 @@ class Sessions:
             raise Gone(f"session {session[:80]!r} is not active; create a new one")
 
     async def heard(self, heard: Iterable[tuple[str, str, float]]) -> None:
-        """Note when sessions were last heard of; those that have ended stay as they are.
+        """Record heartbeats of several sessions; ended sessions are not changed.
 
         Args:
-            heard: tenant, session and time of each.
+            heard: (tenant, session, UTC seconds) of each heartbeat.
         """
         query = update(sessions).where(
             sessions.c.tenant == bindparam("of"), sessions.c.id == bindparam("session"), sessions.c.status == "active"
@@ -103,21 +103,21 @@ class Sessions:
     async def end(
         self, tenant: str, session: str, status: str, now: float, reason: str | None = None, detail: str | None = None
     ) -> bool:
-        """End a session and its sampling sessions, together.
+        """End a session together with its sampling sessions.
 
         Args:
-            tenant: whose it is.
+            tenant: its owner.
             session: its id.
             status: "finished" or "expired".
-            now: the time.
-            reason: why.
-            detail: of the client.
+            now: UTC seconds.
+            reason: why it ended.
+            detail: additional text of the client.
 
         Returns:
             Whether it was active.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such session.
         """
 
         def work(connection: Connection) -> bool:
@@ -126,17 +126,17 @@ class Sessions:
                 sessions.c.tenant == tenant, sessions.c.id == session, sessions.c.status == "active"
             )
             ended = connection.execute(query.values(status=status, ended=now, reason=reason, detail=detail))
-            mine = (samplers.c.tenant == tenant, samplers.c.session == session, samplers.c.ended.is_(None))
-            connection.execute(update(samplers).where(*mine).values(ended=now))
+            own = (samplers.c.tenant == tenant, samplers.c.session == session, samplers.c.ended.is_(None))
+            connection.execute(update(samplers).where(*own).values(ended=now))
             return ended.rowcount > 0
 
         return await self._database.write(work)
 
     async def set_project(self, tenant: str, session: str, project: str | None) -> None:
-        """Put a session into a project.
+        """Set the project of a session.
 
         Raises:
-            NotFound: the tenant has none of that id.
+            NotFound: the tenant has no such session.
         """
         query = update(sessions).where(sessions.c.tenant == tenant, sessions.c.id == session)
         changed = await self._database.write(
@@ -151,34 +151,34 @@ class Sessions:
             lambda connection: rows.page(connection, Session, sessions, [sessions.c.tenant == tenant], limit, offset)
         )
 
-    async def search(self, tenant: str, wanted: SessionSearch) -> Page[Session]:
-        """Return a tenant's sessions that fit, newest first.
+    async def search(self, tenant: str, search: SessionSearch) -> Page[Session]:
+        """Return a tenant's matching sessions, newest first.
 
         Raises:
-            BadRequest: the cursor is none.
+            BadRequest: the cursor is invalid.
         """
-        where = _conditions(tenant, wanted)
-        after = [_behind(*read_cursor(wanted.cursor))] if wanted.cursor else []
-        limit = max(wanted.limit, 1)
+        where = _conditions(tenant, search)
+        after = [_after_cursor(*read_cursor(search.cursor))] if search.cursor else []
+        limit = max(search.limit, 1)
 
         def work(connection: Connection) -> Page[Session]:
             total = connection.execute(select(func.count()).select_from(sessions).where(*where)).scalar_one()
             query = rows.newest_first(select(sessions).where(*where, *after), sessions).limit(limit + 1)
-            found = [rows.record(Session, row) for row in connection.execute(query)]
-            last = found[limit - 1] if len(found) > limit else None
-            return Page(found[:limit], total, write_cursor(last.created, last.id) if last else None)
+            page = [rows.record(Session, row) for row in connection.execute(query)]
+            last = page[limit - 1] if len(page) > limit else None
+            return Page(page[:limit], total, write_cursor(last.created, last.id) if last else None)
 
         return await self._database.read(work)
 
     async def silent(self, before: float) -> list[Session]:
-        """Across tenants: return active sessions that were last heard of before a time (the janitor's)."""
+        """Across tenants: return active sessions whose last heartbeat was before a time."""
         query = select(sessions).where(sessions.c.status == "active", sessions.c.last_heartbeat < before)
         return await self._database.read(
             lambda connection: [rows.record(Session, row) for row in connection.execute(query)]
         )
 
     async def all_active(self) -> list[Session]:
-        """Across tenants: return the active sessions (for the start of the service)."""
+        """Across tenants: return the active sessions."""
         query = select(sessions).where(sessions.c.status == "active")
         return await self._database.read(
             lambda connection: [rows.record(Session, row) for row in connection.execute(query)]
@@ -194,17 +194,17 @@ def _get(connection: Connection, tenant: str, session: str) -> Session:
     return rows.record(Session, row)
 
 
-def _conditions(tenant: str, wanted: SessionSearch) -> list[ColumnElement[bool]]:
+def _conditions(tenant: str, search: SessionSearch) -> list[ColumnElement[bool]]:
     where: list[ColumnElement[bool]] = [sessions.c.tenant == tenant]
-    if wanted.session is not None:
-        where.append(sessions.c.id == wanted.session)
-    if wanted.projects:
-        where.append(sessions.c.project.in_(wanted.projects))
-    if wanted.statuses:
-        where.append(sessions.c.status.in_(wanted.statuses))
-    if wanted.display_name is not None:
-        where.append(sessions.c.display_name.icontains(wanted.display_name, autoescape=True))
-    return where + [_has_metadata(key, value) for key, value in wanted.metadata.items()]
+    if search.session is not None:
+        where.append(sessions.c.id == search.session)
+    if search.projects:
+        where.append(sessions.c.project.in_(search.projects))
+    if search.statuses:
+        where.append(sessions.c.status.in_(search.statuses))
+    if search.display_name is not None:
+        where.append(sessions.c.display_name.icontains(search.display_name, autoescape=True))
+    return where + [_has_metadata(key, value) for key, value in search.metadata.items()]
 
 
 def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
@@ -212,5 +212,5 @@ def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
     return exists(select(literal(1)).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
 
 
-def _behind(created: float, key: str) -> ColumnElement[bool]:
+def _after_cursor(created: float, key: str) -> ColumnElement[bool]:
     return or_(sessions.c.created < created, and_(sessions.c.created == created, sessions.c.id < key))

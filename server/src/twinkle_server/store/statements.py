@@ -1,6 +1,6 @@
-"""The journal's statements, in SQL as it is: they run for every operation, and SQLite keeps them prepared.
+"""SQL statements of the journal, as plain text: they run for every operation, and SQLite caches them prepared.
 
-Those that a client's request leads to name the tenant; the others are the runtime's own, over queues that it knows.
+Statements for client requests contain the tenant; the others are for queues that the runtime knows.
 """
 
 from typing import Final
@@ -37,7 +37,9 @@ FINISH: Final = """
     UPDATE operations SET status = ?, error = ?, category = ?, result = ?, epoch = ?, finished = ?
     WHERE id = ? AND status = 'pending' RETURNING kind, payload, lane, tenant
 """
-NEVER_MADE: Final = "UPDATE models SET status = 'gone', reason = ? WHERE id = ? AND tenant = ? AND status = 'creating'"
+CREATION_FAILED: Final = (
+    "UPDATE models SET status = 'gone', reason = ? WHERE id = ? AND tenant = ? AND status = 'creating'"
+)
 FORGET_PAYLOAD: Final = "UPDATE operations SET payload = NULL WHERE id = ?"
 OUTCOME: Final = """
     SELECT operations.status, operations.error, operations.category, results.data

@@ -1,7 +1,6 @@
-"""The tables of `twinkle.db`. Times are seconds since 1970 (UTC); rows that belong to somebody carry their tenant.
+"""The tables of `twinkle.db`. Times are UTC seconds; rows of tenants have a tenant column.
 
-Payloads, results and compositions have tables of their own, because SQLite writes a whole row anew when one column of
-it changes.
+Payloads, results and compositions have their own tables, because SQLite rewrites a whole row when one column changes.
 """
 
 from typing import Final
@@ -66,7 +65,7 @@ lease: Final = _table(
     _number("epoch"),
     _text("host"),
     _number("pid"),
-    _number("started"),  # clock ticks after boot, as the kernel says
+    _number("started"),  # clock ticks since boot
     _text("boot"),
     _time("since"),
     _flag("released"),
@@ -170,9 +169,9 @@ operations: Final = _table(
     _text("error", null=True),
     _text("category", null=True),
     _number("epoch", null=True),
-    _text("payload", null=True),  # "" is in `payloads`, else the file's name; NULL is gone
+    _text("payload", null=True),  # "" if in `payloads`, else a file name; NULL after its deletion
     _text("result", null=True),  # likewise
-    _flag("dropped"),  # the outcome is no longer kept
+    _flag("dropped"),  # whether the outcome has been deleted
     _time("created"),
     _time("finished", null=True),
     _time("read", null=True),
@@ -188,7 +187,7 @@ operations: Final = _table(
 payloads: Final = _bytes("payloads")
 results: Final = _bytes("results")
 compositions: Final = _bytes("compositions")
-"""How the passes of a done operation were composed; kept as long as its payload."""
+"""Compositions of the passes of done operations; kept as long as their payloads."""
 
 checkpoints: Final = _table(
     "checkpoints",
@@ -219,7 +218,7 @@ checkpoints: Final = _table(
 )
 
 folders: Final = _table("folders", _text("folder", key=True), _time("named"))
-"""Every folder that a committed row ever named, until it is removed: nothing else is removed without an operator."""
+"""Every folder that a committed row ever named, until its removal; other folders are removed only by an operator."""
 
 recorded: Final = _table(
     "recorded",
@@ -252,4 +251,4 @@ usage: Final = _table(
 )
 
 TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, recorded, audit, usage)
-"""Tables of which every query names the tenant."""
+"""Tables whose queries must contain the tenant."""

@@ -1,4 +1,4 @@
-"""What is kept of tenants: their keys (hashes, never the secret itself), what they used by day, and who did what."""
+"""Keys (only hashes of their secrets), usage by day, and audit entries of tenants."""
 
 import time
 from collections import Counter
@@ -21,10 +21,10 @@ class Keys:
         self._database = database
 
     async def create(self, key: Key) -> None:
-        """Write a new key, and its tenant if it is new too.
+        """Add a key, and its tenant if it is new.
 
         Raises:
-            BadRequest: a key that is not revoked has that name.
+            BadRequest: an active key of this name exists.
         """
 
         def work(connection: Connection) -> None:
@@ -49,7 +49,7 @@ class Keys:
         """Across tenants: revoke a key by its name, for the operator.
 
         Raises:
-            NotFound: there is none of that name that is not revoked.
+            NotFound: no active key has this name.
         """
         query = update(keys).where(keys.c.name == name, keys.c.revoked.is_(None)).values(revoked=now)
 
@@ -68,7 +68,7 @@ def day_of(now: float) -> str:
 
 
 def add_usage(connection: Connection, used: Usage) -> None:
-    """Add to what a tenant used in a day."""
+    """Add to a tenant's usage of a day."""
     new = sqlite.insert(usage).values(rows.values(usage, used))
     more = {"tokens": usage.c.tokens + new.excluded.tokens, "bytes": usage.c.bytes + new.excluded.bytes}
     key = [usage.c.tenant, usage.c.day, usage.c.kind]
@@ -76,7 +76,7 @@ def add_usage(connection: Connection, used: Usage) -> None:
 
 
 class UsageTable:
-    """The table of what was used."""
+    """The table of usage."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -86,7 +86,7 @@ class UsageTable:
         await self._database.write(lambda connection: add_usage(connection, used))
 
     async def add_all(self, rows: Sequence[Usage]) -> None:
-        """Add several, in one transaction."""
+        """Add several rows in one transaction."""
 
         def work(connection: Connection) -> None:
             for used in rows:
@@ -95,7 +95,7 @@ class UsageTable:
         await self._database.write(work)
 
     async def between(self, tenant: str, first: str, end: str) -> list[Usage]:
-        """Return what a tenant used from the day `first` up to the day `end`, which is left out."""
+        """Return a tenant's usage from the day `first` up to, but not including, the day `end`."""
         query = select(usage).where(usage.c.tenant == tenant, usage.c.day >= first, usage.c.day < end)
         ordered = query.order_by(usage.c.day, usage.c.kind)
         return await self._database.read(
@@ -104,23 +104,23 @@ class UsageTable:
 
 
 KINDS: Mapping[str, str] = {"forward": "training", "forward_backward": "training", "sample": "sampling_sample"}
-"""Kinds of usage by kind of operation; others cost nothing."""
+"""Kinds of usage by kind of operation; other operations are not counted."""
 
 
 class UsageLog:
-    """Adds up tokens of operations that are done; a crash loses what came since the last `flush`."""
+    """Sums the tokens of done operations; a crash loses what was added since the last `flush`."""
 
     def __init__(self, table: UsageTable) -> None:
         self._table = table
         self._tokens: Counter[tuple[str, str, str]] = Counter()
 
     def add(self, kind: str, tokens: int, tenant: str) -> None:
-        """Count an operation that is done."""
+        """Count a done operation."""
         if tokens and (name := KINDS.get(kind)):
             self._tokens[tenant, day_of(time.time()), name] += tokens
 
     async def flush(self) -> None:
-        """Write what was gathered; what was not written is kept, and what may have been (at the end) is not."""
+        """Write the sums; after an error they are kept, except when the write may have succeeded (cancellation)."""
         gathered, self._tokens = self._tokens, Counter()
         if not gathered:
             return
@@ -133,7 +133,7 @@ class UsageLog:
 
 
 def add_entry(connection: Connection, entry: AuditEntry) -> None:
-    """Write an entry."""
+    """Add an entry."""
     connection.execute(insert(audit).values(rows.values(audit, entry)))
 
 
@@ -144,7 +144,7 @@ class Audit:
         self._database = database
 
     async def record(self, entry: AuditEntry) -> None:
-        """Write an entry."""
+        """Add an entry."""
         await self._database.write(lambda connection: add_entry(connection, entry))
 
     async def entries(
@@ -155,7 +155,7 @@ class Audit:
         event: str | None = None,
         limit: int = 1000,
     ) -> list[AuditEntry]:
-        """Return a tenant's entries from `since` up to `until`, newest first; of one event if it is given."""
+        """Return a tenant's entries from `since` up to `until`, newest first, optionally of one event."""
         query = select(audit).where(audit.c.tenant == tenant, audit.c.time >= since, audit.c.time < until)
         query = query if event is None else query.where(audit.c.event == event)
         newest = query.order_by(audit.c.time.desc(), audit.c.id.desc()).limit(max(limit, 0))
@@ -164,6 +164,6 @@ class Audit:
         )
 
     async def forget(self, before: float) -> int:
-        """Across tenants: delete entries that are older than a time; returns how many."""
+        """Across tenants: delete entries older than a time, and return their number."""
         query = delete(audit).where(audit.c.time < before)
         return await self._database.write(lambda connection: connection.execute(query).rowcount)

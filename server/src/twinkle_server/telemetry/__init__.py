@@ -1,1 +1,1 @@
-"""Logs, metrics and the state of the service, without secrets."""
+"""Logs, metrics and status of the service, without secrets."""

@@ -1,6 +1,6 @@
-"""Logs: one JSON object a line on standard error, whatever library speaks; secrets are taken out last.
+"""Logging of all libraries as JSON lines on standard error, with secrets removed.
 
-Lines about operations say who asked for what, and how it ended: names and figures, never what was in them.
+Lines about operations contain names and figures, never their content.
 """
 
 import hmac
@@ -29,28 +29,28 @@ HIDDEN = "[hidden]"
 
 
 def redact(text: str) -> str:
-    """Return a text without keys, tokens, signed links and the headers that carry them."""
-    return _SECRETS.sub(lambda found: (found["header"] or "") + HIDDEN, text)
+    """Remove keys, tokens, signed links, and the headers that contain them from a text."""
+    return _SECRETS.sub(lambda match: (match["header"] or "") + HIDDEN, text)
 
 
 def holds_key(text: str) -> bool:
-    """Return whether a text has an API key in it: no name may, for names are shown and kept."""
+    """Return whether a text contains an API key; names must not, because they are shown and stored."""
     return _KEY.search(text) is not None
 
 
 def tenant_mark(tenant: str, secret: bytes) -> str:
-    """Return what stands for a tenant in logs and figures; it cannot be turned back without the secret."""
+    """Return the pseudonym of a tenant for logs and metrics; it cannot be inverted without the secret."""
     return hmac.digest(secret, b"tenant\0" + tenant.encode(), "sha256").hex()[:12]
 
 
 REQUEST: ContextVar[str | None] = ContextVar("request", default=None)
-"""Id of the request that is being answered; every line that is written meanwhile carries it."""
-_LINES = 50  # a second
+"""Id of the current request; added to every log line."""
+_LINES = 50  # per second
 _log = structlog.get_logger(__name__)
 
 
 class _Tenants:
-    """The processor that puts a mark in the place of the field `tenant`; without a secret there is no such field."""
+    """Processor that replaces the field `tenant` by its pseudonym, or removes it without a secret."""
 
     secret: bytes | None = None
 
@@ -65,7 +65,7 @@ _tenants = _Tenants()
 
 
 def mark_tenants(secret: bytes) -> None:
-    """Let lines say whose they are: by marks, as in the figures.
+    """Add pseudonyms of tenants to log lines, the same as in metrics.
 
     Args:
         secret: of the data directory.
@@ -73,11 +73,11 @@ def mark_tenants(secret: bytes) -> None:
     _tenants.secret = secret
 
 
-class Room:
-    """Room for lines of one sort, so many a second: a flood of what users do wrong shall not fill the disk.
+class LineLimiter:
+    """Limits the log lines of one kind per second, so that a flood of user errors cannot fill the disk.
 
     Args:
-        what: the lines are about.
+        what: subject of the lines.
     """
 
     def __init__(self, what: str) -> None:
@@ -86,22 +86,22 @@ class Room:
         self._written = 0
 
     def take(self) -> bool:
-        """Return whether this second has room for another line; what the one before had none for is counted in one."""
+        """Return whether another line may be written; reports the number of lines suppressed in the previous second."""
         second = int(time.monotonic())
         if second != self._second:
-            left_out, self._second, self._written = self._written - _LINES, second, 0
-            if left_out > 0:
-                _log.warning(f"suppressed log lines about {self._what}", count=left_out)
+            suppressed, self._second, self._written = self._written - _LINES, second, 0
+            if suppressed > 0:
+                _log.warning(f"suppressed log lines about {self._what}", count=suppressed)
         self._written += 1
         return self._written <= _LINES
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send all logging of this process through one formatter.
+    """Route all logging of this process through one formatter.
 
     Args:
-        level: of what is written.
-        stream: where to; standard error by default.
+        level: minimum level.
+        stream: destination; standard error by default.
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -128,13 +128,13 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level if level != "DEBUG" else "INFO")  # other libraries' details may hold anything
+    root.setLevel(level if level != "DEBUG" else "INFO")  # debug lines of other libraries may contain secrets
     logging.getLogger("twinkle_server").setLevel(level)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    for name in ("uvicorn.error", "asyncio", "alembic", "httpx"):  # what they say of their ordinary work is not ours
+    for name in ("uvicorn.error", "asyncio", "alembic", "httpx"):  # their routine messages are noise
         logging.getLogger(name).setLevel("WARNING")
 
 
@@ -152,36 +152,36 @@ def _redact(logger: WrappedLogger, name: str, event: EventDict | str) -> str:
     return redact(str(event))
 
 
-ASKED: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
-"""`names` of what the request that is being answered asks for, once its model is known to be the caller's."""
+OPERATION: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
+"""`names` of the operation of the current request, set once its model is known to be the caller's."""
 _standard = logging.getLogger(__name__)
-_room = Room("operations that failed")
+_limiter = LineLimiter("operations that failed")
 
 
 def names(of: Submission | Operation) -> dict[str, Any]:
-    """Return the fields that say which operation a line is about."""
+    """Return the log fields that identify an operation."""
     return {"model" if of.ordered else "sampler": of.queue_id, "kind": of.kind, "number": of.number}
 
 
-def log_taken(submission: Submission, accepted: Accepted) -> None:
-    """Write that an operation is in the log; "known" is one that came before, and comes again."""
+def log_accepted(submission: Submission, accepted: Accepted) -> None:
+    """Log that an operation was accepted; the outcome "known" marks a retry."""
     if _standard.isEnabledFor(logging.DEBUG):
         outcome = "taken" if accepted.fresh else "known"
         _log.debug("operation", outcome=outcome, tenant=submission.tenant, future=accepted.request, **names(submission))
 
 
 def log_ended(operation: Operation, outcome: str, seconds: float) -> None:
-    """Write how an operation ended: what failed always, by users' faults so many a second; the rest for those who look.
+    """Log the end of an operation: server failures as warnings, user errors up to a rate, others at level DEBUG.
 
     Args:
-        operation: that is over.
-        outcome: "done", "cancelled", or whose fault a failure was.
-        seconds: since it was taken.
+        operation: that ended.
+        outcome: "done", "cancelled", or the category of its failure.
+        seconds: since its acceptance.
     """
     level = {"done": logging.DEBUG, "cancelled": logging.DEBUG, "user": logging.INFO}.get(outcome, logging.WARNING)
-    if not _standard.isEnabledFor(level) or (level == logging.INFO and not _room.take()):
+    if not _standard.isEnabledFor(level) or (level == logging.INFO and not _limiter.take()):
         return
     fields = {"operation": operation.id, "future": operation.request, "seconds": round(seconds, 4), **names(operation)}
-    if operation.asked_by is not None:
-        fields["request"] = operation.asked_by
+    if operation.http_request is not None:
+        fields["request"] = operation.http_request
     _log.log(level, "operation", outcome=outcome, tenant=operation.tenant, tokens=operation.tokens, **fields)

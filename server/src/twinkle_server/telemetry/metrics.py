@@ -1,6 +1,6 @@
-"""Figures of the running service, for Prometheus, and the middleware that counts and logs requests.
+"""Prometheus metrics, and the middleware that counts and logs requests.
 
-Tenants are marks, and only so many of them.
+Tenants appear as pseudonyms, up to a maximum number.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from twinkle_server.telemetry.logs import ASKED, REQUEST, Room, tenant_mark
+from twinkle_server.telemetry.logs import OPERATION, REQUEST, LineLimiter, tenant_mark
 from twinkle_server.tenancy.auth import Caller
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -21,10 +21,10 @@ OTHERS = "others"
 
 
 class Metrics:
-    """What is counted.
+    """The metrics of a service.
 
     Args:
-        secret: of the data directory, for the marks of tenants.
+        secret: of the data directory, for pseudonyms of tenants.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -56,14 +56,14 @@ class Metrics:
         )
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
-        """Count an operation that is over.
+        """Count an operation that ended.
 
         Args:
             kind: of the operation.
-            outcome: "done", "cancelled", or whose fault a failure was.
+            outcome: "done", "cancelled", or the category of its failure.
             seconds: since it was written into the log.
-            tokens: that it cost.
-            tenant: whose it was.
+            tokens: its cost.
+            tenant: its owner.
         """
         self._operations.labels(kind, outcome).inc()
         self._waited.labels(kind).observe(max(0.0, seconds))
@@ -73,7 +73,7 @@ class Metrics:
             self._of_tenants.labels(self.mark(tenant)).inc(tokens)
 
     def passed(self, head: Mapping[str, Any]) -> None:
-        """Count a turn of the engine, as its message `passed` tells it."""
+        """Count a pass of the engine, described by the head of its message `passed`."""
         kind, tokens, padded = str(head.get("kind", "")), int(head.get("tokens", 0)), int(head.get("padded", 0))
         self._passes.labels(kind).observe(float(head.get("seconds", 0.0)))
         if tokens + padded:
@@ -84,49 +84,49 @@ class Metrics:
         self._flops.labels(kind).inc(max(0.0, float(head.get("flops", 0.0))))
 
     def restored(self) -> None:
-        """Count a model that came into the engine again."""
+        """Count a model that was restored in the engine."""
         self._swaps.labels("in").inc()
 
     def detached(self) -> None:
-        """Count a model that left the engine."""
+        """Count a model that the engine freed."""
         self._swaps.labels("out").inc()
 
     def replayed(self, count: int = 1) -> None:
-        """Count operations that were done again."""
+        """Count replayed operations."""
         self._replays.inc(count)
 
     def restarted(self, reason: str) -> None:
-        """Count a new start of the engine; the reason is one of few words."""
+        """Count a restart of the engine; `reason` is a label with few values."""
         self._restarts.labels(reason).inc()
 
     def snapshotted(self, size: int) -> None:
-        """Count a snapshot's bytes."""
+        """Count the bytes of a snapshot."""
         self._snapshots.inc(size)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request; `route` is a template, never what the client wrote."""
+        """Count a request; `route` is a template, not the requested path."""
         series = self._answers.get((method, route, status))
-        if series is None:  # looking one up by its labels costs more than counting
+        if series is None:  # a lookup by labels costs more than counting
             series = self._http.labels(method, route, str(status)), self._http_seconds.labels(route)
             self._answers[method, route, status] = series
         series[0].inc()
         series[1].observe(seconds)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Show a figure that is read when it is asked for."""
+        """Add a gauge whose value is read on every scrape."""
         Gauge(f"twinkle_{name}", text, registry=self.registry).set_function(read)
 
     def mark(self, tenant: str) -> str:
-        """Return what stands for a tenant; after so many, one mark for all others."""
-        found = self._marks.get(tenant)
-        if found is None:
+        """Return the pseudonym of a tenant; after `_TENANTS` tenants, one for all others."""
+        mark = self._marks.get(tenant)
+        if mark is None:
             if len(self._marks) >= _TENANTS:
                 return OTHERS
-            found = self._marks[tenant] = tenant_mark(tenant, self._secret)
-        return found
+            mark = self._marks[tenant] = tenant_mark(tenant, self._secret)
+        return mark
 
     def write(self) -> bytes:
-        """Return all figures in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
@@ -150,35 +150,35 @@ _log = structlog.get_logger(__name__)
 
 
 class TelemetryMiddleware:
-    """Counts every request by the template of its route; its lines carry the request's id.
+    """Counts every request by its route template, and sets the request id of log lines.
 
     Args:
-        app: what comes behind it.
-        metrics: where to count.
+        app: the next application.
+        metrics: counts the requests.
     """
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._room = Room("refused requests")
+        self._limiter = LineLimiter("refused requests")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         REQUEST.set(scope.get("request_id"))
-        ASKED.set(None)
+        OPERATION.set(None)
         began, status, seconds = time.perf_counter(), 0, 0.0
 
-        async def counted(message: Any) -> None:
+        async def observe(message: Any) -> None:
             nonlocal status, seconds
             if message["type"] == "http.response.start":
                 status, seconds = message["status"], time.perf_counter() - began
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, observe)
         finally:
             self._count(scope, status, seconds or time.perf_counter() - began)
 
@@ -186,10 +186,10 @@ class TelemetryMiddleware:
         route = getattr(scope.get("route"), "path", None) or UNMATCHED
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status, seconds)
-        if status < 400 or not self._room.take():
+        if status < 400 or not self._limiter.take():
             return
         who = scope.get("caller")
         tenant = who.tenant if isinstance(who, Caller) else None
         write = _log.error if status >= 500 and status != 503 else _log.info
         fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4)}
-        write("refused", outcome="refused", tenant=tenant, **fields, **(ASKED.get() or {}))
+        write("refused", outcome="refused", tenant=tenant, **fields, **(OPERATION.get() or {}))

@@ -1,6 +1,6 @@
-"""Where the running server of a data directory is, and what it does, for commands on the same machine.
+"""Status of a running server for commands on the same machine.
 
-The server says where it is in a small file (`announce`). What it does is asked of it, or read from the database.
+The server writes its address into a file (`announce`). Its status is requested by HTTP, or read from the database.
 """
 
 import http.client
@@ -21,19 +21,19 @@ from twinkle_server.store.tables import checkpoints, keys, models, operations, s
 
 FILE = "server.json"
 FOLDER_TOKEN = "X-Twinkle-Folder"
-"""Header with the token of the file, which only a process that can read the data directory knows."""
+"""Header with the token of the file, known only to processes that can read the data directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A server that runs, or was killed.
+    """A server that runs or was killed.
 
     Attributes:
         pid: of its API process.
-        url: as this machine reaches it.
-        name: what clients call the model.
+        url: for clients on this machine.
+        name: of the model for clients.
         started: UTC seconds.
-        token: that shows the server that this file could be read; see `health.Access`.
+        token: proves to the server that the client can read the file; see `health.Access`.
     """
 
     pid: int
@@ -44,9 +44,9 @@ class Presence:
 
 
 def announce(data: Path, presence: Presence) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     work = data / f"{TEMPORARY}{new_id()}"
-    work.touch(mode=0o600, exist_ok=False)  # before the token is in it
+    work.touch(mode=0o600, exist_ok=False)  # set the mode before writing the token
     work.write_bytes(orjson.dumps(asdict(presence)))
     work.replace(data / FILE)
 
@@ -59,13 +59,13 @@ def withdraw(data: Path) -> None:
 def find(data: Path) -> Presence | None:
     """Return the server that runs on a data directory; None if there is none."""
     try:
-        found = Presence(**orjson.loads((data / FILE).read_bytes()))
-        os.kill(found.pid, 0)
+        presence = Presence(**orjson.loads((data / FILE).read_bytes()))
+        os.kill(presence.pid, 0)
     except (FileNotFoundError, ValueError, TypeError, ProcessLookupError):
         return None
-    except PermissionError:  # it runs, as another user
+    except PermissionError:  # it runs as another user
         pass
-    return found
+    return presence
 
 
 _SECONDS = 5.0
@@ -73,35 +73,37 @@ _LARGEST = 2**20
 
 
 def ask(data: Path) -> dict[str, Any] | None:
-    """Return what the running server says of itself; None if none runs, or it does not answer."""
-    here = find(data)
-    if here is None:
+    """Request the status of the running server; None if no server runs or it does not respond."""
+    presence = find(data)
+    if presence is None:
         return None
-    place = urlsplit(here.url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_SECONDS)
+    url = urlsplit(presence.url)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_SECONDS)
     try:
-        connection.request("GET", "/twinkle/status", headers={FOLDER_TOKEN: here.token})
-        answer = connection.getresponse()
-        said = orjson.loads(answer.read(_LARGEST))
+        connection.request("GET", "/twinkle/status", headers={FOLDER_TOKEN: presence.token})
+        response = connection.getresponse()
+        fields = orjson.loads(response.read(_LARGEST))
     except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
         connection.close()
-    if answer.status != 200 or not isinstance(said, dict):
+    if response.status != 200 or not isinstance(fields, dict):
         return None
-    return {"pid": here.pid, "url": here.url, "model": here.name, "started": here.started, **said}
+    return {"pid": presence.pid, "url": presence.url, "model": presence.name, "started": presence.started, **fields}
 
 
 async def read_figures(database: Database) -> dict[str, Any]:
-    """Return what the database knows: sessions, models, operations, checkpoints, keys."""
+    """Return the figures of the database: sessions, models, operations, checkpoints, keys."""
     return await database.read(_figures)
 
 
 def _figures(connection: Connection) -> dict[str, Any]:
-    """Across tenants: count, for the operator."""
+    """Across tenants: count rows, for the operator."""
     now = time.time()
-    there = (checkpoints.c.deleted.is_(None), checkpoints.c.expires.is_(None) | (checkpoints.c.expires > now))
-    saved = connection.execute(select(func.count(), func.coalesce(func.sum(checkpoints.c.size), 0)).where(*there)).one()
+    stored = (checkpoints.c.deleted.is_(None), checkpoints.c.expires.is_(None) | (checkpoints.c.expires > now))
+    saved = connection.execute(
+        select(func.count(), func.coalesce(func.sum(checkpoints.c.size), 0)).where(*stored)
+    ).one()
     waiting = connection.execute(
         select(func.count(), func.min(operations.c.created)).where(operations.c.status == "pending")
     ).one()

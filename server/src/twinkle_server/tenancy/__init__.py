@@ -1,1 +1,1 @@
-"""Who may ask for what, and how much: keys, quotas, the audit log."""
+"""Authentication, quotas, and the audit log."""

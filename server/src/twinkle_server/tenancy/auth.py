@@ -1,4 +1,4 @@
-"""Who asks, and what they changed: the key of a request, checked before its body is read; audit rows."""
+"""Authentication of requests before their bodies are read, and audit entries of their changes."""
 
 import ipaddress
 import time
@@ -16,18 +16,18 @@ from twinkle_server.store.tenants import Audit
 
 Role = Literal["user", "operator"]
 LOCAL_TENANT = "local"
-"""Whose everything is where no keys are asked for."""
+"""The only tenant of a service without keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks.
+    """The authenticated sender of a request.
 
     Attributes:
-        tenant: owner of what is made, and of what may be seen.
-        key: id of the key, never the key.
+        tenant: owner of the data that the caller creates and may see.
+        key: id of the key, not the key itself.
         role: an operator may also see figures of the whole service.
-        quotas: limits of this key; those that are absent are the service's.
+        quotas: limits of this key; missing ones are the service's.
     """
 
     tenant: str
@@ -38,67 +38,67 @@ class Caller:
 
 LOCAL = Caller(LOCAL_TENANT, LOCAL_TENANT, "operator")
 CURRENT: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Who asks, for what is called while a request is answered."""
+"""The caller of the current request."""
 
 
 class Keys(Protocol):
-    """Whatever knows the keys."""
+    """Looks up keys."""
 
     async def find(self, key: str) -> Caller | None:
-        """Return whose key this is; None if there is no such key, or it was revoked."""
+        """Return the caller of a key; None if the key is unknown or revoked."""
 
 
 async def identify(key: str | None, keys: Keys | None) -> Caller:
-    """Return who asks with a key.
+    """Return the caller of a key.
 
     Args:
         key: value of `X-API-Key`.
-        keys: None serves everybody as the tenant "local".
+        keys: None accepts all requests as the tenant "local".
 
     Raises:
-        Unauthorized: there is no key, or it is not known.
+        Unauthorized: the key is missing, unknown or revoked.
     """
     if keys is None:
         return LOCAL
     if not key:
         raise Unauthorized("an API key is required; send it in the header X-API-Key")
-    found = await keys.find(key)
-    if found is None:
+    caller = await keys.find(key)
+    if caller is None:
         raise Unauthorized("the API key in X-API-Key is unknown or revoked")
-    return found
+    return caller
 
 
 def caller(request: Request) -> Caller:
-    """FastAPI dependency: return who asks; `Authentication` has found it before the body was read.
+    """Return the caller of a request, set by the middleware `Authentication`.
 
     Raises:
-        Unauthorized: the application runs without that middleware, so nobody is known.
+        Unauthorized: the application runs without this middleware.
     """
-    found = request.scope.get("caller")
-    if not isinstance(found, Caller):
+    who = request.scope.get("caller")
+    if not isinstance(who, Caller):
         raise Unauthorized("the request is not authenticated")
-    return found
+    return who
 
 
 def operator(request: Request) -> Caller:
-    """FastAPI dependency: return who asks, if that is an operator.
+    """Return the caller of a request, who must be an operator.
 
     Raises:
-        Forbidden: it is a user.
+        Forbidden: the caller is a user.
     """
-    found = caller(request)
-    if found.role != "operator":
+    who = caller(request)
+    if who.role != "operator":
         raise Forbidden("this request requires an operator key")
-    return found
+    return who
 
 
 class Authentication:
-    """ASGI middleware: puts the `Caller` into the scope, or answers 401 and reads nothing.
+    """ASGI middleware that sets the `Caller` in the scope, or responds 401 without reading the body.
 
     Args:
-        app: what comes behind it.
+        app: the next application.
         keys: see `identify`.
-        open_paths: answered without a key here; what is below `/download/` carries its own.
+        open_paths: paths without authentication; links below `/download/` are always open, since they are signed.
     """
 
     def __init__(self, app: Any, keys: Keys | None, open_paths: frozenset[str] = frozenset()) -> None:
@@ -107,17 +107,17 @@ class Authentication:
         self._open = open_paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
                 if self._keys is None:
                     check_local(scope)
-                found = await identify(header(scope, b"x-api-key"), self._keys)
+                who = await identify(header(scope, b"x-api-key"), self._keys)
             except ServiceError as error:
                 await refuse(send, error)
                 return
-            scope["caller"] = found
-            CURRENT.set(found)
+            scope["caller"] = who
+            CURRENT.set(who)
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
@@ -125,10 +125,10 @@ class Authentication:
 
 
 def check_local(scope: Mapping[str, Any]) -> None:
-    """Refuse what a web page in a browser of this machine sends to a service that asks for no keys.
+    """Refuse cross-site requests from browsers on this machine to a service without keys.
 
     Raises:
-        Forbidden: the request is for another host's name, or comes from a page.
+        Forbidden: the Host header is not local, or the Origin header is another site.
     """
     place = header(scope, b"host") or "localhost"
     if not is_loopback(_host(place)):
@@ -138,7 +138,7 @@ def check_local(scope: Mapping[str, Any]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address or a name."""
+    """Return whether an address or host name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -154,7 +154,7 @@ def header(scope: Mapping[str, Any], name: bytes) -> str | None:
     """Return a header of a request; None if it is absent.
 
     Args:
-        scope: of ASGI.
+        scope: the ASGI scope.
         name: in lower case.
     """
     for key, value in scope["headers"]:
@@ -182,28 +182,28 @@ EVENTS: Mapping[tuple[str, str], str] = {
     ("GET", "archive"): "checkpoint.download",
     ("DELETE", "{checkpoint}"): "checkpoint.delete",
 }
-"""Events by method and last part of the route's template; any parameter's name counts as `{checkpoint}`."""
+"""Events by method and last segment of the route; any path parameter is written as `{checkpoint}`."""
 _log = structlog.get_logger(__name__)
 
 
 class AuditMiddleware:
-    """ASGI middleware: after an answer that is a success, writes who did what to which id."""
+    """ASGI middleware that writes an audit entry after a successful response."""
 
     def __init__(self, app: Any, audit: Audit) -> None:
         self._app = app
         self._audit = audit
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Handle one connection."""
         status = 0
 
-        async def seen(message: Any) -> None:
+        async def observe(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, seen)
+        await self._app(scope, receive, observe)
         if scope["type"] == "http" and 200 <= status < 400 and (event := _event(scope)):
             await self._write(scope, event)
 
@@ -212,7 +212,7 @@ class AuditMiddleware:
         details = {"key": caller.key, "request": scope.get("request_id"), **_ids(scope)}
         try:
             await self._audit.record(AuditEntry(time.time(), caller.tenant, event, details))
-        except ServiceError as error:  # the answer is given; what is asked next will meet the store's trouble itself
+        except ServiceError as error:  # the response was already sent
             _log.error("audit entry lost", event_name=event, reason=error.message)
 
 

@@ -1,7 +1,7 @@
 """API keys: `tml-` and 256 random bits, stored as argon2id hashes.
 
-A key is found by a short hash of it, which no guess meets: only a key that exists costs an argon2 run, and only once.
-`issue` and `revoke` are what commands and the first start do.
+A key is looked up by a short hash, which cannot be guessed: only existing keys cost an argon2 run, and only once.
+`issue` and `revoke` are used by commands and by the first start.
 """
 
 import asyncio
@@ -27,32 +27,32 @@ from twinkle_server.tenancy.quotas import Quotas
 PREFIX = "tml-"
 _LENGTH = len(PREFIX) + 43
 _KEPT = 4096  # verified keys in memory
-_FRESH = 1.0  # seconds after which revocations are looked for
-_BETWEEN = 0.1  # seconds between two readings of the table for keys that are unknown
-_AT_ONCE = 2  # runs of argon2
+_FRESH = 1.0  # seconds after which revocations are noticed
+_BETWEEN = 0.1  # minimum seconds between reads of the table for unknown keys
+_AT_ONCE = 2  # concurrent argon2 runs
 _log = structlog.get_logger(__name__)
 
 
 def new_key() -> str:
-    """Return a new key; it is shown once and kept nowhere."""
+    """Return a new key; it is shown once and not stored."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def make_record(key: str, name: str, tenant: str, role: Role, created: float) -> Key:
-    """Return what is stored of a key.
+    """Return the row of a key.
 
     Args:
-        key: as the client sends it.
-        name: that people call it.
-        tenant: who it speaks for.
-        role: what it may do.
+        key: the key itself.
+        name: of the key.
+        tenant: that it authenticates.
+        role: of the key.
         created: UTC seconds.
     """
     return Key(new_id(), tenant, name, role, lookup(key), hash_key(key), created)
 
 
 def lookup(key: str) -> str:
-    """Return by what a key is found in the table: 64 bits of a hash, which leave 192 of the key's to guess."""
+    """Return the lookup hash of a key: 64 bits, which leave 192 bits of the key to guess."""
     return hashlib.sha256(b"lookup\0" + key.encode()).hexdigest()[:16]
 
 
@@ -60,12 +60,12 @@ def hash_key(key: str) -> str:
     """Return the argon2id hash of a key."""
     from argon2 import PasswordHasher
 
-    # OWASP's smallest cost: a key has 256 random bits, so guessing is hopeless at any cost.
+    # OWASP's minimum cost: a key has 256 random bits, so guessing is infeasible at any cost.
     return PasswordHasher(time_cost=2, memory_cost=19 * 1024, parallelism=1).hash(key)
 
 
 def matches(key: str, hashed: str) -> bool:
-    """Return whether a key is the one of a hash."""
+    """Return whether a key has a given hash."""
     from argon2 import PasswordHasher
     from argon2.exceptions import InvalidHashError, VerificationError
 
@@ -76,10 +76,10 @@ def matches(key: str, hashed: str) -> bool:
 
 
 class Keyring:
-    """The keys of a service that runs; it notices within a second what another process creates or revokes.
+    """The keys of a running service; changes by other processes are noticed within a second.
 
     Args:
-        load: reads every key that is not revoked.
+        load: reads all active keys.
     """
 
     def __init__(self, load: Callable[[], Awaitable[Sequence[Key]]]) -> None:
@@ -93,22 +93,22 @@ class Keyring:
         self._argon = asyncio.Semaphore(_AT_ONCE)
 
     async def find(self, key: str) -> Caller | None:
-        """Return whose key this is; None if there is no such key, or it was revoked."""
+        """Return the caller of a key; None if the key is unknown or revoked."""
         if len(key) != _LENGTH or not key.startswith(PREFIX) or not key.isascii():
             return None
-        asked = time.monotonic()
-        if self._read < asked - _FRESH:
-            await self._refresh(asked - _FRESH)
-        place = lookup(key)
-        if place not in self._rows:
-            await self._refresh(asked)
-        row = self._rows.get(place)
+        start = time.monotonic()
+        if self._read < start - _FRESH:
+            await self._refresh(start - _FRESH)
+        prefix = lookup(key)
+        if prefix not in self._rows:
+            await self._refresh(start)
+        row = self._rows.get(prefix)
         if row is None or not await self._verify(key, row):
             return None
-        return self._callers.get(place)
+        return self._callers.get(prefix)
 
     async def _refresh(self, since: float) -> None:
-        """Read the table, unless that was begun after `since`; those who ask for unknown keys share a reading."""
+        """Read the table unless a read started after `since`; concurrent requests with unknown keys share a read."""
         if self._read >= since:
             return
         async with self._reading:
@@ -122,11 +122,11 @@ class Keyring:
                 if not self._rows:
                     raise Unavailable("the keys cannot be read at the moment: try again", retry_after=5.0) from error
                 _log.error("cannot read the keys; using the cached ones")
-            self._callers = {place: _caller(row) for place, row in self._rows.items()}
+            self._callers = {prefix: _caller(row) for prefix, row in self._rows.items()}
             self._read = began
 
     async def _verify(self, key: str, row: Key) -> bool:
-        """Return whether it is the row's key; one that was is remembered by a keyed hash of it."""
+        """Return whether the key belongs to the row; successes are cached under a keyed hash of the key."""
         mark = hmac.digest(self._salt, key.encode(), "sha256")
         if self._verified.get(mark) == row.hash:
             self._verified.move_to_end(mark)
@@ -155,17 +155,17 @@ async def issue(
     tenant: str | None = None,
     quotas: Mapping[str, Any] | None = None,
 ) -> str:
-    """Make a key and return it; nobody can read it again.
+    """Create a key and return it; it cannot be read again.
 
     Args:
-        store: an open one; a server may run beside it.
-        name: that people call it.
-        role: what it may do.
-        tenant: who it speaks for; by default one of the key's name.
+        store: an open store; a server may run on the same directory.
+        name: of the key.
+        role: of the key.
+        tenant: that it authenticates; by default the name of the key.
         quotas: see `Quotas`.
 
     Raises:
-        BadRequest: the name is none, is taken, or a quota is unknown.
+        BadRequest: the name is invalid or used, or a quota is unknown.
     """
     for text in (name, tenant or name):
         if not _NAME.fullmatch(text):
@@ -177,22 +177,22 @@ async def issue(
     record = make_record(key, name, tenant or name, role, now)
     record.quotas = dict(quotas or {})
     await store.keys.create(record)
-    await _note(store, record, "key.create", now)
+    await _audit(store, record, "key.create", now)
     return key
 
 
 async def revoke(store: Store, name: str) -> Key:
-    """End a key by its name.
+    """Revoke a key by its name.
 
     Raises:
-        NotFound: there is none of that name.
+        NotFound: no active key has this name.
     """
     now = time.time()
     record = await store.keys.revoke(name, now)
-    await _note(store, record, "key.revoke", now)
+    await _audit(store, record, "key.revoke", now)
     return record
 
 
-async def _note(store: Store, record: Key, event: str, now: float) -> None:
+async def _audit(store: Store, record: Key, event: str, now: float) -> None:
     details = {"key": record.id, "name": record.name, "role": record.role}
     await store.audit.record(AuditEntry(now, record.tenant, event, details))

@@ -1,6 +1,6 @@
-"""Limits of a key: what is asked too fast may come again, and what does not fit is refused in words.
+"""Quotas of keys: requests above a rate are rejected temporarily, operations above a size limit fail.
 
-A rate never fails what was accepted: it only refuses what comes next, with the seconds after which it has a chance.
+A rate never fails accepted operations; it delays the next ones, with the seconds after which to retry.
 """
 
 import time
@@ -14,24 +14,24 @@ from twinkle_server.errors import BadRequest, Busy, Forbidden
 from twinkle_server.operations import Accepted, Kind, ModelInfo, Submission
 from twinkle_server.ports import Service
 from twinkle_server.store.tables import checkpoints, models
-from twinkle_server.telemetry.logs import ASKED, log_taken, names
+from twinkle_server.telemetry.logs import OPERATION, log_accepted, names
 from twinkle_server.tenancy.auth import CURRENT, Caller
 
-_BURST = 10.0  # seconds' worth of tokens that may come at once
+_BURST = 10.0  # seconds of the rate that may be used at once
 _BUCKETS = 4096
-_REFUSALS, _REFUSALS_AT_ONCE = 20.0, 4096.0  # of a tenant, a second and at once
+_REFUSALS, _REFUSALS_AT_ONCE = 20.0, 4096.0  # invalid requests of a tenant per second, and at once
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Limits of a key; None is the service's own.
+    """Quotas of a key; None means only the service's own limits.
 
     Attributes:
-        tokens_per_second: of all operations, on average.
-        operations: that wait or run at once, of the key's tenant.
-        adapters: models that the tenant has at once.
-        bytes: of the tenant's checkpoints.
-        keep: newest checkpoints of a model and kind; older ones are deleted.
+        tokens_per_second: average rate of all operations.
+        operations: maximum number of unfinished operations of the tenant.
+        adapters: maximum number of models of the tenant.
+        bytes: maximum size of all checkpoints of the tenant.
+        keep: number of newest checkpoints per model and kind; older ones are deleted.
     """
 
     tokens_per_second: float | None = None
@@ -41,20 +41,20 @@ class Quotas:
     keep: int | None = None
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Self:
-        """Read the limits of a row.
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Validate the quotas of a row.
 
         Raises:
-            BadRequest: a name is unknown, or a value is no positive number.
+            BadRequest: a name is unknown, or a value is not a positive number.
         """
         names = [field.name for field in fields(cls)]
-        for name, value in said.items():
+        for name, value in values.items():
             if name not in names:
                 raise BadRequest(f"unknown quota {name!r}; available: {', '.join(names)}")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise BadRequest(f"the quota {name} must be a positive number, got {value!r}")
-        whole = {name: value if name == "tokens_per_second" else int(value) for name, value in said.items()}
-        return cls(**whole)
+        converted = {name: value if name == "tokens_per_second" else int(value) for name, value in values.items()}
+        return cls(**converted)
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class _Bucket:
 
 
 class Meter:
-    """Compares how much keys ask for with their limits.
+    """Enforces the rate quotas of keys.
 
     Args:
-        pending: returns the operations of a tenant that wait or run.
-        clock: seconds.
+        pending: returns the number of unfinished operations of a tenant.
+        clock: returns seconds.
     """
 
     def __init__(self, pending: Callable[[str], int], clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -77,7 +77,7 @@ class Meter:
         self._buckets: dict[str, _Bucket] = {}
 
     def verdict(self, caller: Caller) -> Busy | None:
-        """Return why a new operation of a key must come later; None lets it pass."""
+        """Return why a new operation of a key must wait; None admits it."""
         quotas = Quotas.read(caller.quotas)
         if quotas.tokens_per_second is not None:
             rate = quotas.tokens_per_second
@@ -86,21 +86,21 @@ class Meter:
                 return Busy(
                     f"token rate exceeded: this key is limited to {rate:g} tokens per second", retry_after=-level / rate
                 )
-        if quotas.operations is not None and (found := self._pending(caller.tenant)) >= quotas.operations:
-            return Busy(f"too many unfinished operations: you have {found} (limit of this key: {quotas.operations})")
+        if quotas.operations is not None and (pending := self._pending(caller.tenant)) >= quotas.operations:
+            return Busy(f"too many unfinished operations: you have {pending} (limit of this key: {quotas.operations})")
         return None
 
     def charge(self, caller: Caller, tokens: int) -> None:
-        """Take the tokens of an operation that was accepted; a large one may leave a debt."""
+        """Charge the tokens of an accepted operation; a large one may leave a debt."""
         if rate := caller.quotas.get("tokens_per_second"):
             self._bucket(caller.key, float(rate), rate * _BURST).level -= tokens
 
     def refused(self, tenant: str) -> None:
-        """Count an operation that was written into the log as one that fails."""
+        """Charge a refused operation, which was written to the log."""
         self._refusals(tenant).level -= 1
 
     def refusals(self, tenant: str) -> Busy | None:
-        """Return why an operation that fails anyway must come later: each is a row, and costs nothing else."""
+        """Return why a refused operation must wait, since each of them adds a row; None admits it."""
         if (level := self._refusals(tenant).level) >= 1:
             return None
         return Busy("too many invalid requests", retry_after=(1 - level) / _REFUSALS)
@@ -112,55 +112,55 @@ class Meter:
         now = self._clock()
         bucket = self._buckets.get(name)
         if bucket is None:
-            if len(self._buckets) >= _BUCKETS:  # full ones say nothing that a new one would not
-                self._buckets = {key: each for key, each in self._buckets.items() if each.level < 0}
+            if len(self._buckets) >= _BUCKETS:  # a full bucket is equal to a new one
+                self._buckets = {key: other for key, other in self._buckets.items() if other.level < 0}
             bucket = self._buckets[name] = _Bucket(full, now)
         bucket.level = min(full, bucket.level + (now - bucket.at) * rate)
         bucket.at = now
         return bucket
 
 
-def check_room(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
-    """Refuse a new operation for which a key has no room; in the transaction that writes it.
+def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
+    """Check the size quotas of a key for a new operation, in the transaction that writes it.
 
     Args:
         connection: of that transaction.
-        caller: who asks.
+        caller: the caller.
         kind: of the operation.
         now: UTC seconds.
 
     Raises:
-        Forbidden: something must be given up first.
+        Forbidden: a quota is exceeded.
     """
     quotas = Quotas.read(caller.quotas)
     if kind == "create" and quotas.adapters is not None:
         alive = models.c.status.in_(("creating", "live"))
-        found = connection.execute(select(func.count()).where(models.c.tenant == caller.tenant, alive)).scalar_one()
-        _check(found, quotas.adapters, "adapters", "finish a session first")
+        count = connection.execute(select(func.count()).where(models.c.tenant == caller.tenant, alive)).scalar_one()
+        _check(count, quotas.adapters, "adapters", "finish a session first")
     if kind == "save" and quotas.bytes is not None:
-        there = checkpoints.c.deleted.is_(None) & or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now)
+        stored = checkpoints.c.deleted.is_(None) & or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now)
         total = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
-            checkpoints.c.tenant == caller.tenant, there
+            checkpoints.c.tenant == caller.tenant, stored
         )
         _check(connection.execute(total).scalar_one(), quotas.bytes, "bytes of checkpoints", "delete some first")
 
 
-def _check(found: int, limit: int, what: str, remedy: str) -> None:
-    if found >= limit:
-        raise Forbidden(f"quota exceeded: you have {found} {what} (limit of this key: {limit}); {remedy}")
+def _check(used: int, limit: int, what: str, remedy: str) -> None:
+    if used >= limit:
+        raise Forbidden(f"quota exceeded: you have {used} {what} (limit of this key: {limit}); {remedy}")
 
 
 Also = Callable[[Any], None]
 
 
 class Limited:
-    """Stands in front of a service; see `ports.Service`.
+    """A `ports.Service` that enforces quotas before another one.
 
-    A request that came before and comes again is never refused here: it was let in already.
+    Retries of an accepted request are never rejected.
 
     Args:
-        service: the one behind.
-        meter: compares with quotas.
+        service: the service.
+        meter: enforces rate quotas.
     """
 
     def __init__(self, service: Service, meter: Meter) -> None:
@@ -172,7 +172,7 @@ class Limited:
         self.finish_session = service.finish_session
         self.heartbeat = service.heartbeat
         self.awaited = service.awaited
-        self.submit_next = service.submit_next  # unload, which gives back
+        self.submit_next = service.submit_next  # unload, which only frees resources
 
     @property
     def info(self) -> ModelInfo:
@@ -180,15 +180,15 @@ class Limited:
         return self._service.info
 
     async def submit(self, submission: Submission, also: Also | None = None) -> Accepted:
-        """Submit an operation; what can never be done becomes a refusal, because its number must be used up.
+        """Submit an operation; one that exceeds a size quota is refused, because its number must be used up.
 
         Raises:
-            Busy: the key asks for too much at once.
-            Forbidden: the key has no room for another model.
+            Busy: a rate quota is exceeded.
+            Forbidden: a model to be created exceeds a quota.
         """
-        ASKED.set(names(submission))
+        OPERATION.set(names(submission))
         accepted = await self._admitted(submission, also)
-        log_taken(submission, accepted)
+        log_accepted(submission, accepted)
         return accepted
 
     async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
@@ -208,7 +208,7 @@ class Limited:
         return accepted
 
     async def _refused(self, submission: Submission) -> Accepted:
-        """Write an operation that fails; others may wait for its number, and then it is never too many."""
+        """Submit a refused operation; if later operations wait for its number, it is always admitted."""
         verdict = None if self._service.awaited(submission) else self._meter.refusals(submission.tenant)
         if verdict is not None:
             raise verdict
@@ -223,7 +223,7 @@ class Limited:
         def guarded(connection: Any) -> None:
             if verdict is not None:
                 raise verdict
-            check_room(connection, caller, submission.kind, time.time())
+            check_quotas(connection, caller, submission.kind, time.time())
             if also is not None:
                 also(connection)
 

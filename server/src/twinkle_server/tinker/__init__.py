@@ -1,1 +1,1 @@
-"""The Tinker face: what the unmodified SDK asks for over HTTP, turned into operations and records."""
+"""The HTTP endpoints of the Tinker protocol, as used by the unmodified SDK."""

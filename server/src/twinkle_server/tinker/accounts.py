@@ -1,4 +1,4 @@
-"""What an account did and used, and the key that it uses."""
+"""Endpoints for the caller's audit entries, usage, and API key."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -10,7 +10,7 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.tenants import day_of
 from twinkle_server.tinker.app_state import app_state_of, caller, now
-from twinkle_server.tinker.requests import answer, moment, present
+from twinkle_server.tinker.requests import isoformat, json_response, without_none
 
 router = APIRouter()
 _TOKENS = ("training", "sampling_prefill", "sampling_sample")
@@ -21,17 +21,17 @@ Word = Annotated[str, Query(max_length=128)]
 
 @router.get("/audit")
 async def audit(request: Request, event_type: Word = "all", day: Word | None = None) -> Response:
-    """Return what the caller's account did, newest first: on a day (UTC), or lately."""
+    """Return the audit entries of the caller's tenant, newest first, optionally of one day (UTC)."""
     who, state = caller(request), app_state_of(request)
     since, until = (0.0, float("inf")) if day is None else _bounds(day)
     event = None if event_type == "all" else event_type
-    found = await state.store.audit.entries(who.tenant, since, until, event)
-    return answer({"entries": [_entry(entry) for entry in found]})
+    entries = await state.store.audit.entries(who.tenant, since, until, event)
+    return json_response({"entries": [_entry(entry) for entry in entries]})
 
 
 @router.get("/billing/usage/events")
 async def usage_events(request: Request, starting_on: Word, ending_before: Word | None = None) -> Response:
-    """Return what the caller's account used, by day (UTC); nothing here has a price."""
+    """Return the usage of the caller's tenant by day (UTC). The service does not do billing."""
     who, state = caller(request), app_state_of(request)
     first = day_of(_bounds(starting_on)[0])
     end = day_of(now() + _DAY_SECONDS) if ending_before is None else day_of(_bounds(ending_before)[0])
@@ -39,47 +39,47 @@ async def usage_events(request: Request, starting_on: Word, ending_before: Word 
     events = [
         _event(used, base) for used in await state.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
     ]
-    return answer({"data": events, "sessions": {}})
+    return json_response({"data": events, "sessions": {}})
 
 
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_usage(request: Request, project_id: Word | None = None) -> Response:
-    """Return number and bytes of the caller's checkpoints: all of them, or those of a project."""
+    """Return number and bytes of the caller's checkpoints, optionally of one project."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
     size = await state.store.checkpoints.bytes(who.tenant, now(), project_id)
-    item = present(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
-    return answer({"data": [item]})
+    item = without_none(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
+    return json_response({"data": [item]})
 
 
 @router.get("/auth/apikey/me")
 async def key(request: Request) -> Response:
-    """Say that the key of this request is good."""
+    """Return the identity of the caller's key."""
     who = caller(request)
-    return answer({"id": who.key, "tenant": who.tenant, "role": who.role})
+    return json_response({"id": who.key, "tenant": who.tenant, "role": who.role})
 
 
 @router.delete("/auth/apikey/me")
 async def revoke_key(request: Request) -> Response:
-    """Say that keys are revoked where they are made."""
+    """Refuse: only the operator can revoke keys."""
     caller(request)
     raise NotFound("only the operator can revoke keys: twinkle server keys revoke NAME")
 
 
 def _bounds(day: str) -> tuple[float, float]:
-    """Return when a day begins and ends, in UTC seconds; a time of day behind it is left out."""
-    found = _DAY.match(day)
+    """Return begin and end of a day in UTC seconds; a time of day in the text is ignored."""
+    match = _DAY.match(day)
     try:
-        if found is None:
+        if match is None:
             raise ValueError(day)
-        begins = datetime(*(int(part) for part in found.groups()), tzinfo=UTC)  # type: ignore[misc, arg-type]
-        return begins.timestamp(), (begins + timedelta(days=1)).timestamp()
+        begin = datetime(*(int(part) for part in match.groups()), tzinfo=UTC)  # type: ignore[misc, arg-type]
+        return begin.timestamp(), (begin + timedelta(days=1)).timestamp()
     except (ValueError, OverflowError) as error:
         raise BadRequest(f"the date must have the form YYYY-MM-DD, got {day!r}") from error
 
 
 def _entry(entry: AuditEntry) -> dict[str, Any]:
-    return {"timestamp": moment(entry.time), "event": entry.event, "event_details": entry.details}
+    return {"timestamp": isoformat(entry.time), "event": entry.event, "event_details": entry.details}
 
 
 def _event(used: Usage, base: str) -> dict[str, Any]:
@@ -87,4 +87,4 @@ def _event(used: Usage, base: str) -> dict[str, Any]:
     info = {"type": used.kind, "token_count": used.tokens}
     if used.kind == "sampling_prefill":
         info["cached"] = False
-    return {"bucket_start": moment(begins), "bucket_end": moment(ends), "base_model": base, "event_info": info}
+    return {"bucket_start": isoformat(begins), "bucket_end": isoformat(ends), "base_model": base, "event_info": info}

@@ -1,4 +1,4 @@
-"""What the endpoints of the Tinker protocol work with: the running service, the records, and who asks."""
+"""State of the Tinker endpoints: the running service, the tables, and the caller."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -25,10 +25,10 @@ _MOST = 4096
 
 
 class Recent(Generic[V]):
-    """Remembers what was found, never that nothing was.
+    """A cache of values by tenant and id; missing values are not cached.
 
     Args:
-        seconds: that an answer is taken for true.
+        seconds: lifetime of a value.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,8 +39,8 @@ class Recent(Generic[V]):
         """Return the value of a key.
 
         Args:
-            key: the tenant, and the id of what is its own.
-            find: asks the store.
+            key: tenant and id.
+            find: reads the value from the store.
         """
         known = self._known.get(key)
         if known is not None and known[0] > time.monotonic():
@@ -53,7 +53,7 @@ class Recent(Generic[V]):
         return value
 
     def forget(self) -> None:
-        """Ask the store again from now on."""
+        """Clear the cache."""
         self._known.clear()
 
 
@@ -61,11 +61,11 @@ __all__ = ["AppState", "Caller", "Records", "app_state_of", "caller"]
 
 
 class Records(Protocol):
-    """The store, as this face sees it."""
+    """The part of the store that endpoints need."""
 
     @property
     def database(self) -> Database:
-        """Transactions."""
+        """Runs transactions."""
 
     @property
     def sessions(self) -> Sessions:
@@ -98,15 +98,15 @@ class Records(Protocol):
 
 @dataclass(slots=True)
 class AppState:
-    """What an endpoint is given.
+    """State that endpoints share.
 
     Attributes:
         service: runs operations.
-        store: the records.
+        store: the tables.
         settings: of the service.
-        links: makes signed links; None where the service hands out no files.
-        models: whose a model is and which session made it: neither ever changes.
-        samplers: sampling sessions as they were a moment ago.
+        links: creates signed links; None if downloads are disabled.
+        models: cache of models; only their owner and session, which never change, may be relied on.
+        samplers: cache of sampling sessions.
     """
 
     service: Service
@@ -117,26 +117,26 @@ class AppState:
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
 
     async def model(self, who: Caller, model: str) -> Model:
-        """Return a model of the caller, as it was a moment ago.
+        """Return a model of the caller, possibly from the cache.
 
         Raises:
-            NotFound: the caller has none of that id.
+            NotFound: the caller has no such model.
         """
         return await self.models.get((who.tenant, model), lambda: self.store.models.get(who.tenant, model))
 
     async def sampler(self, who: Caller, sampler: str) -> Sampler:
-        """Return a sampling session of the caller, as it was a moment ago.
+        """Return a sampling session of the caller, possibly from the cache.
 
         Raises:
-            NotFound: the caller has none of that id.
+            NotFound: the caller has no such sampling session.
         """
         return await self.samplers.get((who.tenant, sampler), lambda: self.store.samplers.get(who.tenant, sampler))
 
-    def need_links(self) -> Links:
-        """Return what makes signed links.
+    def require_links(self) -> Links:
+        """Return the creator of signed links.
 
         Raises:
-            NotFound: this service hands out no files.
+            NotFound: downloads are disabled.
         """
         if self.links is None:
             raise NotFound("checkpoint downloads are disabled on this service")
@@ -144,17 +144,17 @@ class AppState:
 
 
 def app_state_of(request: Request) -> AppState:
-    """Return what the application was made with.
+    """Return the state of the application.
 
     Raises:
-        Unavailable: it is not complete yet.
+        Unavailable: the service is starting.
     """
-    found: Any = getattr(request.app.state, "state", None)
-    if not isinstance(found, AppState):
+    state: Any = getattr(request.app.state, "state", None)
+    if not isinstance(state, AppState):
         raise Unavailable("the service is starting")
-    return found
+    return state
 
 
 def now() -> float:
-    """Return the time in UTC seconds, with as many digits as clients are told: a cursor that comes back is the same."""
+    """Return the time in UTC seconds, rounded to microseconds as in responses, so that cursors compare equal."""
     return round(time.time(), 6)

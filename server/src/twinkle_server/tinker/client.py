@@ -1,34 +1,34 @@
-"""What a client asks before anything else: what is served, how it should behave; and the telemetry that it sends."""
+"""Endpoints for clients at their start: capabilities, configuration, and telemetry."""
 
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import NotFound
 from twinkle_server.tinker.app_state import app_state_of, caller
-from twinkle_server.tinker.requests import answer
+from twinkle_server.tinker.requests import json_response
 
 router = APIRouter()
 
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(request: Request) -> Response:
-    """Return the models that are served."""
+    """Return the served models."""
     caller(request)
     info = app_state_of(request).service.info
     model = {"model_name": info.name, "trainable": True, "sampleable": True}
-    if info.context:  # the engine has told
+    if info.context:  # known once the engine is ready
         model["max_context_length"] = info.context
-    return answer({"supported_models": [model]})
+    return json_response({"supported_models": [model]})
 
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """Return how a client should behave; it asks once.
+    """Return the configuration of a client, requested once.
 
-    What is not said has the client's own default, which leaves every optional part of the protocol off.
+    Missing fields keep the client's defaults, which disable all optional parts of the protocol.
     """
     caller(request)
     settings = app_state_of(request).settings
-    return answer(
+    return json_response(
         {
             "proto_compress_fwdbwd": False,
             "fwdbwd_max_chunk_len": min(1024, settings.limits.datums),
@@ -41,20 +41,22 @@ async def client_config(request: Request) -> Response:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> Response:
-    """Return how a client should behave; it asks again every five minutes."""
+    """Return the configuration that a client requests every five minutes."""
     caller(request)
-    return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64})
+    return json_response(
+        {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+    )
 
 
 @router.post("/auth/token")
 async def auth_token(request: Request) -> Response:
-    """Say that keys are used as they are: `client/config` never asks for tokens."""
+    """Refuse: clients use API keys directly, and `client/config` never requests tokens."""
     caller(request)
     raise NotFound("this service uses API keys directly and does not issue access tokens")
 
 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> Response:
-    """Take telemetry and keep nothing of it: clients put whole requests into it, keys included."""
+    """Accept telemetry and drop it: clients put whole requests into it, including keys."""
     caller(request)
-    return answer({"status": "accepted"})
+    return json_response({"status": "accepted"})

@@ -1,4 +1,4 @@
-"""Copies of checkpoints: a second one with the same files, which belongs to the caller."""
+"""Copies of checkpoints with the same files, owned by the caller."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,10 @@ from twinkle_server.errors import BadRequest, NotFound, SequenceConflict, Unproc
 from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tenancy.quotas import check_room
+from twinkle_server.tenancy.quotas import check_quotas
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
 from twinkle_server.tinker.models import check_free
-from twinkle_server.tinker.requests import Body, Id, Number, Text, answer, read, takes
+from twinkle_server.tinker.requests import Body, Id, Number, Text, body_schema, json_response, read
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
@@ -32,31 +32,31 @@ class CopyWeights(Body):
     weights_access_token: Text | None = None
 
 
-@router.post("/copy_weights", openapi_extra=takes(CopyWeights))
+@router.post("/copy_weights", openapi_extra=body_schema(CopyWeights))
 async def copy_weights(request: Request) -> Response:
-    """Copy a checkpoint of the caller, or a published one, into a run of the caller's own."""
+    """Copy a checkpoint of the caller, or a published one, into a new run of the caller."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
         raise BadRequest("access tokens of other accounts are not supported; publish the checkpoint to allow copies")
     if (body.session_id is None) != (body.model_seq_id is None):
-        raise Unprocessable("session_id and model_seq_id go together")
+        raise Unprocessable("session_id and model_seq_id must be given together")
     ttl = check_ttl(body.ttl_seconds)
     source = CheckpointPath.parse(body.source_path)
     run = _run(who, body, request.headers.get("x-idempotency-key"))
     target = CheckpointPath(run, source.kind, source.name)
-    if not await _is_there(state, who, source, target, body):
-        found = await state.store.checkpoints.find(who.tenant, source, now())
+    if not await _exists(state, who, source, target, body):
+        checkpoint = await state.store.checkpoints.find(who.tenant, source, now())
         try:
-            await _copy(state, who, found, target, body, ttl)
-        except (BadRequest, SequenceConflict):  # or the same request, sent twice at once, was faster
-            if not await _is_there(state, who, source, target, body):
+            await _copy(state, who, checkpoint, target, body, ttl)
+        except (BadRequest, SequenceConflict):  # unless a concurrent retry of this request was faster
+            if not await _exists(state, who, source, target, body):
                 raise
-    return answer({"tinker_path": str(target)})
+    return json_response({"tinker_path": str(target)})
 
 
 def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
-    """Return the run that the copy gets: the same for a request that comes again."""
+    """Return the run of the copy; a retried request gets the same run."""
     if body.session_id is not None and body.model_seq_id is not None:
         return model_id(body.session_id, body.model_seq_id)
     if key is None:
@@ -64,22 +64,22 @@ def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
     return hashlib.sha256(f"{who.tenant}\0{key}\0{body.source_path}".encode()).hexdigest()[:32]
 
 
-async def _is_there(
+async def _exists(
     state: AppState, who: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
 ) -> bool:
-    """Return whether the copy was made before.
+    """Return whether this copy already exists.
 
     Raises:
-        SequenceConflict: another one was, under the same number or key.
+        SequenceConflict: another copy exists under this number or key.
     """
     try:
-        found = await state.store.checkpoints.get(who.tenant, target, now())
+        copy = await state.store.checkpoints.get(who.tenant, target, now())
     except NotFound:
         return False
-    ttl = None if found.expires is None else round(found.expires - found.created)
-    same = (found.project, ttl) == (body.destination_project_id, body.ttl_seconds)
-    with contextlib.suppress(NotFound):  # a source that is gone since says nothing
-        same &= (await state.store.checkpoints.find(who.tenant, source, now())).digest == found.digest
+    ttl = None if copy.expires is None else round(copy.expires - copy.created)
+    same = (copy.project, ttl) == (body.destination_project_id, body.ttl_seconds)
+    with contextlib.suppress(NotFound):  # the source may have been deleted since
+        same &= (await state.store.checkpoints.find(who.tenant, source, now())).digest == copy.digest
     if not same:
         raise SequenceConflict(f"{target} already exists and is another copy; increment model_seq_id")
     return True
@@ -89,7 +89,7 @@ async def _copy(
     state: AppState, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
 ) -> None:
     data, folder, begun = state.settings.data, f"checkpoints/{new_id()}", now()
-    await state.store.database.read(lambda connection: check_room(connection, who, "save", begun))
+    await state.store.database.read(lambda connection: check_quotas(connection, who, "save", begun))
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
@@ -115,7 +115,7 @@ async def _copy(
     )
 
     def write(connection: Any) -> None:
-        check_room(connection, who, "save", begun)
+        check_quotas(connection, who, "save", begun)
         if body.session_id is not None and body.model_seq_id is not None:
             check_free(connection, who.tenant, copy.run)
             models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
@@ -125,7 +125,7 @@ async def _copy(
 
 
 def _slot(who: Caller, copy: Checkpoint, session: str, number: int) -> Model:
-    """Return the row of the run that a copy takes in a session; there is no model behind it."""
+    """Return the row of a copy's run in a session; it has no model."""
     return Model(
         copy.run,
         who.tenant,
@@ -139,5 +139,5 @@ def _slot(who: Caller, copy: Checkpoint, session: str, number: int) -> Model:
         train_mlp=copy.train_mlp,
         train_unembed=copy.train_unembed,
         status="gone",
-        reason="it holds a copy of a checkpoint alone",
+        reason="this run only holds a copy of a checkpoint",
     )

@@ -1,10 +1,10 @@
-"""Results of operations: a request for one is held until it is there, or for as long as clients wait.
+"""Endpoints for results of operations; a request for a result waits until it is available or the poll time ends.
 
-Which requests of a sampling session are over is a stream that a client reads by cursor: a time in microseconds.
-Requests that end at almost the same time may become visible in another order, so each answer looks back a little; a
-client knows requests by their ids and minds no repetition.
+The finished requests of a sampling session are a stream that a client reads by cursor, a time in microseconds. Requests
+that end almost simultaneously may become visible out of order, so each response looks back a little; clients identify
+requests by id and accept repetitions.
 
-A loss that a client brings along as a graph has itself as its id, and its future is over at once: nothing is kept here.
+The id of a custom loss is its whole graph, so its future needs no storage and is always resolved.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from twinkle_server.operations import Future
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
 from twinkle_server.tinker.app_state import AppState, app_state_of, caller
-from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, answer, present, read, takes
-from twinkle_server.wire.loss_graphs import MOST_BYTES, PREFIX, loss_id, read_graph, read_loss_id
+from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
+from twinkle_server.wire.loss_graphs import MAX_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
 _LONGEST = 40.0  # seconds; clients give up after 45
-_UNWATCHED = 0.5  # seconds of a poll in which nobody looks whether its client is still there
+_UNWATCHED = 0.5  # seconds of a poll without checks whether its client is connected
 _MESSAGES = ("sample", "forward", "forward_backward")
 
 
 class RetrieveFuture(Body):
-    """See `retrieve_future`; whether metadata would do makes no difference here."""
+    """See `retrieve_future`; the option to retrieve only metadata is ignored."""
 
     request_id: Annotated[str, Field(max_length=2**17)]
 
@@ -56,13 +56,13 @@ class RetrieveFutures(Body):
     retrieved_request_ids: Annotated[list[Text], Field(default_factory=list, max_length=100_000)]
 
 
-@router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
+@router.post("/retrieve_future", openapi_extra=body_schema(RetrieveFuture))
 async def retrieve_future(request: Request) -> Response:
-    """Return the result of an operation, its error, or `try_again` where it is not over."""
+    """Return the result or the error of an operation, or `try_again` while it is pending."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, RetrieveFuture)
-    if (made := custom_loss_answer(body.request_id)) is not None:
-        return made
+    if (response := custom_loss_answer(body.request_id)) is not None:
+        return response
     future = await _wait(request, state, body.request_id, who.tenant)
     if future.status == "pending":
         return _try_again(state, body.request_id, future)
@@ -72,45 +72,45 @@ async def retrieve_future(request: Request) -> Response:
         return _failed(future.error or "the operation failed", future.category)
     if future.kind not in _MESSAGES:
         return Response(future.result, media_type="application/json")
-    if _reads_json_alone(request):
+    if _accepts_only_json(request):
         return await _as_json(future.kind, future.result)
     return Response(future.result, media_type=PROTOBUF)
 
 
-@router.post("/cancel_future", openapi_extra=takes(CancelFuture))
+@router.post("/cancel_future", openapi_extra=body_schema(CancelFuture))
 async def cancel_future(request: Request) -> Response:
-    """Drop an operation that nobody waits for any more."""
+    """Cancel an operation."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CancelFuture)
     await state.service.cancel(body.request_id, who.tenant)
-    return answer({})
+    return json_response({})
 
 
-@router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
+@router.post("/retrieve_futures", openapi_extra=body_schema(RetrieveFutures))
 async def retrieve_futures(request: Request) -> Response:
-    """Return which requests of a sampling session are over since the answer before; the results are fetched one by one.
+    """Return the requests of a sampling session that finished since the previous response.
 
-    Results are kept as long as any others: that a client has them changes nothing.
+    The results are retrieved one by one, and kept as long as all others.
     """
     who, state = caller(request), app_state_of(request)
     body = await read(request, RetrieveFutures)
     sampler = await state.sampler(who, body.target.sampling_session_id)
     seconds = min(state.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
-    found, cursor = await completions(state, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
-    return answer({"completions": found, "cursor": cursor})
+    requests, cursor = await completions(state, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
+    return json_response({"completions": requests, "cursor": cursor})
 
 
 async def _wait(request: Request, state: AppState, request_id: str, tenant: str) -> Future:
-    """Wait for a future, for as long as its client does; most are over before it is worth a look whether it is there.
+    """Wait for a future while its client is connected; most are resolved before the first check of the connection.
 
-    A client that has left gets an answer that nobody reads; what counts is that nothing waits for it any more.
+    The response to a client that has disconnected is not sent; the wait only ends early.
     """
     seconds = min(state.settings.times.poll, _LONGEST)
     future = await state.service.wait(request_id, tenant, min(seconds, _UNWATCHED))
     if future.status != "pending" or seconds <= _UNWATCHED:
         return future
     wait = asyncio.create_task(state.service.wait(request_id, tenant, seconds - _UNWATCHED))
-    left = asyncio.create_task(_left(request))
+    left = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({wait, left}, return_when=asyncio.FIRST_COMPLETED)
         return wait.result() if wait.done() else future
@@ -120,7 +120,7 @@ async def _wait(request: Request, state: AppState, request_id: str, tenant: str)
         await asyncio.wait({wait, left})
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         await asyncio.sleep(_UNWATCHED)
@@ -128,14 +128,16 @@ async def _left(request: Request) -> None:
 
 def _try_again(state: AppState, request_id: str, future: Future) -> Response:
     queue_state, reason = state.service.queue_state(future.queue_id)
-    return answer(present(type="try_again", request_id=request_id, queue_state=queue_state, queue_state_reason=reason))
+    return json_response(
+        without_none(type="try_again", request_id=request_id, queue_state=queue_state, queue_state_reason=reason)
+    )
 
 
 def _failed(error: str, category: str) -> Response:
-    return answer({"error": error, "category": category})
+    return json_response({"error": error, "category": category})
 
 
-def _reads_json_alone(request: Request) -> bool:
+def _accepts_only_json(request: Request) -> bool:
     accepted = request.headers.get("accept", "")
     return "json" in accepted and "protobuf" not in accepted
 
@@ -152,7 +154,7 @@ async def _as_json(kind: str, result: bytes) -> Response:
 
 
 CLONE = 1_000_000_000
-"""Numbers of a sampling session's clients begin at multiples of this."""
+"""Numbers of each client of a sampling session start at a multiple of this."""
 _LOOK_BACK = 10_000_000  # microseconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds
 _MOST = 4096
@@ -161,14 +163,14 @@ _MOST = 4096
 async def completions(
     state: AppState, sampler: Sampler, clone: int, cursor: int, seconds: float
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return requests that are over, and the cursor for those after them.
+    """Return finished requests, and the cursor for later ones.
 
     Args:
-        state: see there.
+        state: of the application.
         sampler: of the caller.
-        clone: which of its clients asks.
-        cursor: of the answer before; 0 begins at the beginning.
-        seconds: to wait for one if there is none.
+        clone: number of the client within the sampling session.
+        cursor: of the previous response; 0 at first.
+        seconds: maximum time to wait for a finished request.
     """
     ends = asyncio.get_running_loop().time() + seconds
     pause = _FIRST_PAUSE
@@ -180,10 +182,10 @@ async def completions(
             break
         await asyncio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
-    found = [
+    requests = [
         {"state": "failed" if status != "done" else "finished", "request_id": request} for request, status, _ in rows
     ]
-    return found, max(newest, cursor)
+    return requests, max(newest, cursor)
 
 
 def _ended(connection: Connection, sampler: Sampler, clone: int, cursor: int) -> list[tuple[str, str, int]]:
@@ -202,12 +204,12 @@ def _ended(connection: Connection, sampler: Sampler, clone: int, cursor: int) ->
     return [(row.request, row.status, round(row.finished * 1e6)) for row in connection.execute(query)]
 
 
-MOST_WIRE_BYTES = 16 * MOST_BYTES
-"""Of a request that brings a graph, which says the same in more words than an id does."""
+MAX_WIRE_BYTES = 16 * MAX_BYTES
+"""Maximum size of a request with a graph, whose JSON form is longer than its id."""
 
 
 class Graph(Body):
-    """Of `CreateCustomLoss`."""
+    """The graph of `CreateCustomLoss`."""
 
     format: Literal[1] = 1
     nodes: list[dict[str, Any]]
@@ -223,9 +225,9 @@ class CreateCustomLoss(Body):
     graph: Graph
 
 
-@router.post("/create_custom_loss", openapi_extra=takes(CreateCustomLoss))
+@router.post("/create_custom_loss", openapi_extra=body_schema(CreateCustomLoss))
 async def create_custom_loss(request: Request) -> Response:
-    """Check a loss, and return the id by which passes name it; its future is its id, and is over."""
+    """Check a custom loss, and return its id for later passes; the id is also the id of its resolved future."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateCustomLoss)
     if not state.settings.custom_losses:
@@ -234,22 +236,22 @@ async def create_custom_loss(request: Request) -> Response:
             "forward_backward_custom, which computes the loss in the client, or the name of a loss plugin that is "
             "installed on the service"
         )
-    if (size := len(await request.body())) > MOST_WIRE_BYTES:
-        raise BadRequest(f"the body of a custom loss must have at most {MOST_WIRE_BYTES} bytes, got {size}")
+    if (size := len(await request.body())) > MAX_WIRE_BYTES:
+        raise BadRequest(f"the body of a custom loss must have at most {MAX_WIRE_BYTES} bytes, got {size}")
     await state.store.sessions.get(who.tenant, body.session_id)
     try:
-        made = loss_id(read_graph(body.inputs, body.graph.nodes))
+        custom_id = loss_id(read_graph(body.inputs, body.graph.nodes))
     except ValueError as error:
         raise BadRequest(f"custom loss {body.name[:80]!r}: {error}") from error
-    return answer({"request_id": made})
+    return json_response({"request_id": custom_id})
 
 
 def custom_loss_answer(request_id: str) -> Response | None:
-    """Return the answer to who asks for the future of a custom loss; None if it is another future."""
+    """Return the response for the future of a custom loss; None for any other future."""
     if not request_id.startswith(PREFIX):
         return None
     try:
         read_loss_id(request_id)
     except ValueError:
         return None
-    return answer({"loss_id": request_id, "type": "create_custom_loss"})
+    return json_response({"loss_id": request_id, "type": "create_custom_loss"})

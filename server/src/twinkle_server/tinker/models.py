@@ -1,4 +1,4 @@
-"""Models: made anew or from a checkpoint, described, loaded into, unloaded."""
+"""Endpoints for models: created, described, loaded from a checkpoint, unloaded."""
 
 import secrets
 from collections.abc import Awaitable, Callable
@@ -21,13 +21,13 @@ from twinkle_server.tinker.requests import (
     Numbered,
     Seed,
     Text,
-    answer,
+    accepted_response,
+    body_schema,
+    json_response,
     owned_model,
-    promise,
     read,
     submit,
     submit_body,
-    takes,
 )
 
 router = APIRouter()
@@ -35,7 +35,7 @@ _RANKS = 1024
 
 
 class Lora(Body):
-    """Of `CreateModel`."""
+    """The LoRA options of `CreateModel`."""
 
     rank: int = 32
     seed: Seed | None = None
@@ -45,7 +45,7 @@ class Lora(Body):
 
 
 class Optimizer(Body):
-    """Of `CreateModel` and `LoadNew`."""
+    """The optimizer of `CreateModel` and `LoadNew`."""
 
     type: Text = "adamw"
 
@@ -97,27 +97,27 @@ class UnloadModel(Body):
     model_id: Text
 
 
-@router.post("/create_model", openapi_extra=takes(CreateModel))
+@router.post("/create_model", openapi_extra=body_schema(CreateModel))
 async def create_model(request: Request) -> Response:
-    """Make a model with fresh weights: operation 0 of its queue."""
+    """Create a model with fresh weights, as operation 0 of its queue."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateModel)
     lora = body.lora_config
-    made: list[Create] = []
+    created: list[Create] = []
 
     async def payload() -> Create:
         if lora is None:
             raise BadRequest("lora_config is required: this service only trains LoRA adapters")
         check_base(state, body.base_model)
         check_optimizer(body.optimizer_config)
-        made.append(_fresh(lora))
-        return made[0]
+        created.append(_fresh(lora))
+        return created[0]
 
-    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, made)
-    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
+    return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
-@router.post("/get_info", openapi_extra=takes(GetInfo))
+@router.post("/get_info", openapi_extra=body_schema(GetInfo))
 async def get_info(request: Request) -> Response:
     """Describe a model."""
     who, state = caller(request), app_state_of(request)
@@ -125,7 +125,7 @@ async def get_info(request: Request) -> Response:
     model = await state.store.models.get(who.tenant, body.model_id)
     info = state.service.info
     data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
-    return answer(
+    return json_response(
         {
             "type": "get_info",
             "model_id": model.id,
@@ -138,42 +138,42 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/load_weights", openapi_extra=takes(LoadNew))
+@router.post("/load_weights", openapi_extra=body_schema(LoadNew))
 async def load_weights(request: Request) -> Response:
-    """Load a checkpoint: into a model that exists, or as operation 0 of a new one."""
+    """Load a checkpoint into an existing model, or into a new one as its operation 0."""
     who, state = caller(request), app_state_of(request)
     if (await read(request, _Addressed)).model_id is not None:
         return await submit_body(request, LoadInto, "load", _load)
     body = await read(request, LoadNew)
-    made: list[Create] = []
+    created: list[Create] = []
 
     async def payload() -> Create:
         if body.optimizer_config is not None:
             check_optimizer(body.optimizer_config)
-        found = await loadable(state, who, body)
-        made.append(_from_checkpoint(found, body))
-        return made[0]
+        checkpoint = await loadable(state, who, body)
+        created.append(_from_checkpoint(checkpoint, body))
+        return created[0]
 
-    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, made)
-    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
+    return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
-@router.post("/unload_model", openapi_extra=takes(UnloadModel))
+@router.post("/unload_model", openapi_extra=body_schema(UnloadModel))
 async def unload_model(request: Request) -> Response:
-    """End a model: its weights are zeroed. Clients before 0.26 send this, without a number."""
+    """Unload a model and zero its weights. Clients before 0.26 send this, without a sequence number."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, UnloadModel)
     model = await owned_model(state, who, body.model_id)
     accepted = await state.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
     state.models.forget()
-    return promise(accepted, model_id=model.id)
+    return accepted_response(accepted, model_id=model.id)
 
 
 def check_free(connection: Any, tenant: str, run: str) -> None:
-    """Check, within a transaction, that no run has an id.
+    """Check within a transaction that a run id is unused.
 
     Raises:
-        SequenceConflict: one has.
+        SequenceConflict: it is used.
     """
     try:
         models.get(connection, tenant, run)
@@ -183,10 +183,10 @@ def check_free(connection: Any, tenant: str, run: str) -> None:
 
 
 def check_base(state: AppState, name: str | None) -> None:
-    """Check that a base model is the one that is served.
+    """Check that a base model is the served one.
 
     Raises:
-        BadRequest: it is another; the message names the right one.
+        BadRequest: it is another; the message names the served model.
     """
     served = state.service.info.name
     if name is not None and name != served:
@@ -194,21 +194,21 @@ def check_base(state: AppState, name: str | None) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimizer is one that there is.
+    """Check that an optimizer is supported.
 
     Raises:
-        BadRequest: it is another.
+        BadRequest: it is not.
     """
     if optimizer.type != "adamw":
         raise BadRequest(f"optimizer must be 'adamw', got {optimizer.type[:100]!r}")
 
 
 async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
-    """Return the checkpoint that a model is to be loaded from.
+    """Return the checkpoint to load into a model.
 
     Raises:
-        NotFound: the caller may load none of that path.
-        BadRequest: it holds no weights to train on, or none of the optimizer's state though that is asked for.
+        NotFound: the caller may not load a checkpoint of this path.
+        BadRequest: it is not for training, or lacks the optimizer state that the request needs.
     """
     if body.weights_access_token is not None:
         raise BadRequest("weights_access_token is not supported; publish the checkpoint to allow others to load it")
@@ -218,22 +218,22 @@ async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
             f"cannot train from the sampler checkpoint {path}; use one of save_state: tinker://<run>/weights/<name>"
         )
     check_base(state, body.base_model)
-    found = await state.store.checkpoints.find(who.tenant, path, now())
-    check_base(state, found.base)
-    if body.optimizer and not found.has_optimizer:
+    checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
+    check_base(state, checkpoint.base)
+    if body.optimizer and not checkpoint.has_optimizer:
         raise BadRequest(f"{path} does not contain the optimizer state; load it with optimizer=False")
-    return found
+    return checkpoint
 
 
 async def _load(state: AppState, who: Caller, model: Model, body: LoadInto) -> Load:
-    found = await loadable(state, who, body)
-    shape = (found.rank, found.train_attn, found.train_mlp, found.train_unembed)
+    checkpoint = await loadable(state, who, body)
+    shape = (checkpoint.rank, checkpoint.train_attn, checkpoint.train_mlp, checkpoint.train_unembed)
     if shape != (model.rank, model.train_attn, model.train_mlp, model.train_unembed):
         raise BadRequest(
-            f"cannot load {body.path} (rank {found.rank}) into model {model.id!r} (rank {model.rank}): the ranks or "
-            "the trained layers differ; create a new model from the checkpoint"
+            f"cannot load {body.path} (rank {checkpoint.rank}) into model {model.id!r} (rank {model.rank}): the ranks "
+            "or the trained layers differ; create a new model from the checkpoint"
         )
-    return Load(found.folder, str(found.path), body.optimizer)
+    return Load(checkpoint.folder, str(checkpoint.path), body.optimizer)
 
 
 async def _create(
@@ -243,16 +243,16 @@ async def _create(
     session: str,
     number: int,
     payload: Callable[[], Awaitable[Create]],
-    made: list[Create],
+    created: list[Create],
 ) -> Accepted:
-    """Submit operation 0 of a queue, with the model's row in the same transaction if there is to be a model."""
+    """Submit operation 0 of a queue; the model's row is added in the same transaction if the payload is valid."""
     queue_id, begun = model_id(session, number), now()
-    found = await state.store.sessions.get(who.tenant, session)
-    if found.status != "active":
-        raise Gone(f"session {session!r} has {found.status}; create a new one")
+    owner = await state.store.sessions.get(who.tenant, session)
+    if owner.status != "active":
+        raise Gone(f"session {session!r} has {owner.status}; create a new one")
 
     def also(connection: Any) -> None:
-        create = made[0]
+        create = created[0]
         model = Model(
             queue_id,
             who.tenant,
@@ -267,7 +267,7 @@ async def _create(
             train_mlp=create.train_mlp,
             train_unembed=create.train_unembed,
             metadata=body.user_metadata,
-            project=found.project,
+            project=owner.project,
         )
         check_free(connection, who.tenant, queue_id)
         models.add(connection, model)
@@ -284,14 +284,14 @@ def _fresh(lora: Lora) -> Create:
     return Create(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
 
 
-def _from_checkpoint(found: Checkpoint, body: _Source) -> Create:
+def _from_checkpoint(checkpoint: Checkpoint, body: _Source) -> Create:
     return Create(
-        found.rank,
+        checkpoint.rank,
         secrets.randbits(48),
-        found.train_attn,
-        found.train_mlp,
-        found.train_unembed,
-        source=found.folder,
+        checkpoint.train_attn,
+        checkpoint.train_mlp,
+        checkpoint.train_unembed,
+        source=checkpoint.folder,
         optimizer=body.optimizer,
-        path=str(found.path),
+        path=str(checkpoint.path),
     )

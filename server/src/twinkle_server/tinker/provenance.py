@@ -1,4 +1,4 @@
-"""Checks what a pass says of where its tokens were sampled against what sampling recorded."""
+"""Compares the provenance spans of a pass with the recorded sampling requests."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,18 @@ from twinkle_server.errors import Gone, NotFound
 from twinkle_server.tinker.app_state import AppState, Caller, now
 
 LOSSES: Final = ("stable_reinforce",)
-"""Losses that need provenance."""
+"""Losses that require provenance spans."""
 _TARGETS: Final = "target_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a span of a datum says.
+    """The claim of a provenance span about its tokens.
 
     Attributes:
-        datum: number of the datum.
+        datum: index of the datum.
         sequence: id of the sampled sequence.
-        offset: of the first token in the sequence.
+        offset: position of the first token in the sequence.
         tokens: the targets that the span covers; None for a span of a prompt, whose tokens are not recorded.
     """
 
@@ -39,7 +39,7 @@ class Claim:
 
 
 def claims_of(message: Any) -> tuple[Claim, ...]:
-    """Return what the spans of a pass's targets say; a datum that cannot be read says nothing, and fails later."""
+    """Return the claims of a pass; a datum that cannot be read is skipped, and fails later."""
     return tuple(_claims(message.data))
 
 
@@ -49,7 +49,7 @@ def _claims(data: Sequence[Any]) -> Iterator[Claim]:
 
     for number, datum in enumerate(data):
         try:
-            if _TARGETS not in datum.loss_fn_inputs:  # looking it up would add it
+            if _TARGETS not in datum.loss_fn_inputs:  # access would add the key
                 continue
             targets = read_tensor(datum.loss_fn_inputs[_TARGETS], _TARGETS).astype(np.int64)
             if targets.ndim != 1:
@@ -63,14 +63,14 @@ def _claims(data: Sequence[Any]) -> Iterator[Claim]:
 
 
 async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequence[Claim]) -> str | None:
-    """Return why a pass cannot be trained on, or None.
+    """Return why a pass must be refused, or None.
 
-    Each sequence must have been sampled by the session that trains, with `record_stability_info`, and no longer ago
-    than `Times.kept_record` or since then been trained on; sampled tokens must be those that were recorded.
+    Each sequence must have been sampled by this session with `record_stability_info`, and have been sampled or trained
+    on within the last `Times.kept_record` seconds. Sampled tokens must equal the recorded ones.
     """
     groups = await asyncio.to_thread(_by_request, claims)
-    moment, kept = now(), state.settings.times.kept_record
-    known = await state.store.recorded.use(who.tenant, session, groups, moment - kept, moment)
+    current, kept = now(), state.settings.times.kept_record
+    known = await state.store.recorded.use(who.tenant, session, groups, current - kept, current)
     for request, own in groups.items():
         if request not in known:
             return (
@@ -78,20 +78,20 @@ async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequenc
                 f"record_stability_info=True and used in the last {kept / 3600:g} hours; sample it again, or train "
                 "with another loss_fn"
             )
-    for request, own in groups.items():  # one after the other: results may be large
+    for request, own in groups.items():  # sequentially, because results may be large
         try:
             future = await state.service.wait(request, who.tenant, 0.0)
         except (Gone, NotFound):
             return f"the sequences of sampling request {request[:120]!r} are no longer kept; sample again"
         if future.status != "done" or future.result is None:
-            return f"sampling request {request[:120]!r} has no sequences: it is {future.status}"
+            return f"sampling request {request[:120]!r} has no sequences: its status is {future.status!r}"
         if (refusal := await asyncio.to_thread(_compare, own, future.result)) is not None:
             return refusal
     return None
 
 
 def _by_request(claims: Sequence[Claim]) -> dict[str, list[Claim]]:
-    """Return the claims of each sampling request, in the order in which the pass names them first."""
+    """Group claims by sampling request, in the order of the pass."""
     groups: dict[str, list[Claim]] = {}
     for claim in claims:
         groups.setdefault(claim.request, []).append(claim)
@@ -99,7 +99,7 @@ def _by_request(claims: Sequence[Claim]) -> dict[str, list[Claim]]:
 
 
 def _compare(claims: Sequence[Claim], result: bytes) -> str | None:
-    """Return what is wrong with the claims about one sampling request, or None."""
+    """Return why claims about a sampling request are wrong, or None."""
     from twinkle_server.wire.codec import read_sample_response
 
     texts = read_sample_response(result)[0]
@@ -107,7 +107,7 @@ def _compare(claims: Sequence[Claim], result: bytes) -> str | None:
         place = claim.sequence.rpartition(":")[2]
         if not place.isdecimal() or int(place) >= len(texts):
             return (
-                f"datum {claim.datum}: there is no sequence {claim.sequence[:160]!r}; its request has {len(texts)} "
+                f"datum {claim.datum}: sequence {claim.sequence[:160]!r} does not exist; its request has {len(texts)} "
                 "sequences"
             )
         if claim.tokens is None:
@@ -119,11 +119,11 @@ def _compare(claims: Sequence[Claim], result: bytes) -> str | None:
                 f"datum {claim.datum}: a span of sequence {claim.sequence[:160]!r} must end within its {len(tokens)} "
                 f"tokens, got offset {claim.offset} and length {len(claim.tokens)}"
             )
-        differ = np.flatnonzero(tokens[claim.offset : end] != claim.tokens)
-        if len(differ):
-            at = int(differ[0])
+        different = np.flatnonzero(tokens[claim.offset : end] != claim.tokens)
+        if len(different):
+            at = int(different[0])
             return (
-                f"datum {claim.datum}: target_tokens must be the tokens that sequence {claim.sequence[:160]!r} has; "
-                f"token {claim.offset + at} of it is {int(tokens[claim.offset + at])}, got {int(claim.tokens[at])}"
+                f"datum {claim.datum}: target_tokens must equal the tokens of sequence {claim.sequence[:160]!r}; "
+                f"its token {claim.offset + at} is {int(tokens[claim.offset + at])}, got {int(claim.tokens[at])}"
             )
     return None

@@ -1,7 +1,7 @@
-"""Requests and answers of endpoints: how they are called, JSON bodies, answers in pages, and operations of a queue.
+"""Requests and responses of endpoints: routes, JSON bodies, pages, and operations of a queue.
 
-A body is read once, checked by a model, its defaults filled in; what nobody knows is left out. A request for an
-operation that fails uses up its number as well.
+A body is validated by a pydantic model; unknown fields are ignored. A request whose operation is refused uses up its
+sequence number.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from twinkle_server.store.records import Model, Page
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 
 LARGE = 64 * 2**10
-"""Bytes of JSON that would hold up the loop."""
+"""Size in bytes from which JSON is parsed on a thread, so as not to block the event loop."""
 _METADATA = 64 * 2**10
 B = TypeVar("B", bound="Body")
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Number = Annotated[int, Field(ge=0, le=2**62)]
-"""A number of a queue, a session's model or a page."""
+"""A sequence number, or the number of a model in its session."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _texts(value: Any) -> Any:
-    """Older clients send values of any JSON type as metadata; they are kept as text."""
+    """Convert metadata to strings; older clients send values of any JSON type."""
     if not isinstance(value, dict):
         return value
     return {str(key): item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
@@ -56,16 +56,16 @@ Metadata = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON body; fields that it does not name are left out."""
+    """A JSON body; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """Return a request's body; an empty one is taken for `{}`.
+    """Parse a request's body; an empty body counts as `{}`.
 
     Raises:
-        Unprocessable: it is no JSON of that form; the message names each field that is wrong.
+        Unprocessable: it is invalid; the message names each invalid field.
     """
     data = await request.body()
     return parse(data, kind) if len(data) <= LARGE else await asyncio.to_thread(parse, data, kind)
@@ -76,11 +76,11 @@ def parse(data: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
-        raise Unprocessable(_words(error)) from error
+        raise Unprocessable(_message(error)) from error
 
 
-def takes(kind: type[Body]) -> dict[str, Any]:
-    """Return what the description of an endpoint says about its body."""
+def body_schema(kind: type[Body]) -> dict[str, Any]:
+    """Return the OpenAPI description of an endpoint's body."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, parts)}}}}
@@ -96,30 +96,30 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
     return {key: _inlined(item, parts) for key, item in schema.items()}
 
 
-def _words(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    places = [f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg']}" for item in found[:8]]
-    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-    return "; ".join(places)[:2000] + more
+def _message(error: ValidationError) -> str:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg']}" for item in errors[:8]]
+    more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
+    return "; ".join(lines)[:2000] + more
 
 
-def answer(body: Any, status: int = 200) -> Response:
-    """Return a JSON answer."""
+def json_response(body: Any, status: int = 200) -> Response:
+    """Return a JSON response."""
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def promise(accepted: Accepted, **more: Any) -> Response:
-    """Return the answer to an operation that was accepted: the id of its future."""
-    return answer({"request_id": accepted.request, **more})
+def accepted_response(accepted: Accepted, **more: Any) -> Response:
+    """Return the response to an accepted operation: its request id."""
+    return json_response({"request_id": accepted.request, **more})
 
 
-def present(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def moment(seconds: float) -> str:
-    """Return a time (UTC seconds) as clients read it."""
+def isoformat(seconds: float) -> str:
+    """Return a time (UTC seconds) in ISO format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -128,14 +128,14 @@ Offset = Annotated[int, Query(ge=0, le=2**53)]
 
 
 def cursor(page: Page[Any], limit: int, offset: int) -> dict[str, int]:
-    """Return where in a list a page is."""
+    """Return the position of a page in its list."""
     return {"offset": offset, "limit": limit, "total_count": page.total}
 
 
 N = TypeVar("N", bound="Numbered")
 Positive = Annotated[int, Field(ge=1, le=2**62)]
 PERMANENT = (BadRequest, NotFound, Gone, Unprocessable)
-"""What is wrong with a request itself, and not with the moment."""
+"""Errors of the request itself, which a retry cannot fix."""
 
 
 class Numbered(Body):
@@ -143,7 +143,7 @@ class Numbered(Body):
 
     Attributes:
         model_id: the queue.
-        seq_id: the number in it. Without one a repeated request could not be told from another.
+        seq_id: the sequence number, which identifies a retry.
     """
 
     model_id: Text
@@ -151,18 +151,18 @@ class Numbered(Body):
 
 
 class Payload(Protocol):
-    """See `payloads`."""
+    """The payload of an operation; see `operations`."""
 
     def dump(self) -> bytes:
         """Return the bytes for the log."""
 
 
 async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
-    """Return the caller's model, if it can be given work.
+    """Return the caller's model if it accepts operations.
 
     Raises:
-        NotFound: the caller has none of that id.
-        Gone: it was unloaded.
+        NotFound: the caller has no such model.
+        Gone: the model no longer exists.
     """
     model = await state.model(who, model_id)
     if model.status == "gone":
@@ -173,29 +173,29 @@ async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
 async def submit_body(
     request: Request, form: type[N], kind: Kind, make: Callable[[AppState, Caller, Model, N], Awaitable[Payload]]
 ) -> Response:
-    """Submit the operation that a JSON body asks for, and return the answer.
+    """Submit the operation of a JSON body, and return the response.
 
     Args:
         request: with the body.
-        form: of it. A body of another form fails the operation and not the request if model and number can be read.
+        form: model of the body. An invalid body fails the operation, not the request, if it has a model and a number.
         kind: of the operation.
-        make: makes the payload; what it raises for good fails the operation and not the request.
+        make: creates the payload; its permanent errors fail the operation, not the request.
 
     Raises:
-        Unprocessable: not even model and number can be read.
+        Unprocessable: model or sequence number are missing or invalid.
         NotFound: the caller has no such model.
-        Gone: it was unloaded.
+        Gone: the model no longer exists.
     """
     who, state, data = caller(request), app_state_of(request), await request.body()
     body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
     if isinstance(body, _Refused):
         model = await owned_model(state, who, body.head.model_id)
-        asked, number = body.asked, body.head.seq_id
-        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
-        return promise(await state.service.submit(refused), model_id=model.id)
+        original, number = body.original, body.head.seq_id
+        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, original=original)
+        return accepted_response(await state.service.submit(refused), model_id=model.id)
     model = await owned_model(state, who, body.model_id)
     accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
-    return promise(accepted, model_id=model.id)
+    return accepted_response(accepted, model_id=model.id)
 
 
 async def submit(
@@ -208,17 +208,17 @@ async def submit(
     payload: Callable[[], Awaitable[Payload]],
     also: Callable[[Any], None] | None = None,
 ) -> Accepted:
-    """Submit an operation that came as JSON.
+    """Submit an operation of a JSON request.
 
     Args:
-        state: see there.
-        who: asks.
-        queue_id: of a model of theirs.
-        number: in the queue.
+        state: of the application.
+        who: the caller.
+        queue_id: of a model of the caller.
+        number: sequence number in the queue.
         kind: of the operation.
-        body: of the request; all that it says tells a repeated request from another one.
-        payload: makes the payload; what it raises for good fails the operation, and not the request, so that the
-            numbers behind it go on.
+        body: of the request; its content identifies a retry.
+        payload: creates the payload; its permanent errors fail the operation, not the request, so that later numbers
+            can run.
         also: see `Service.submit`.
     """
     refusal, data = None, b"{}"
@@ -226,8 +226,8 @@ async def submit(
         data = (await payload()).dump()
     except PERMANENT as error:
         refusal = error.message
-    asked = body.model_dump_json().encode()
-    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, asked=asked)
+    original = body.model_dump_json().encode()
+    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, original=original)
     return await state.service.submit(submission, also)
 
 
@@ -235,11 +235,11 @@ async def submit(
 class _Refused:
     head: Numbered
     reason: str
-    asked: bytes
+    original: bytes
 
 
 def _read(data: bytes, form: type[N]) -> N | _Refused:
-    """Read a body; of one that has another form, what says whose number it uses up."""
+    """Parse a body; for an invalid one, return at least its model and sequence number."""
     try:
         return parse(data, form)
     except Unprocessable as error:
@@ -251,20 +251,20 @@ def _read(data: bytes, form: type[N]) -> N | _Refused:
 
 
 class RequestRoute(APIRoute):
-    """Calls an endpoint whose only parameter is `request` without solving dependencies.
+    """Calls an endpoint whose only parameter is `request` without FastAPI's dependency resolution.
 
-    Such an endpoint reads the body and builds the response itself, so FastAPI has nothing to convert. Solving its empty
-    set of dependencies costs a third of what the service spends on a small request (`benchmarks/server_capacity.py`).
-    Other endpoints are called as FastAPI calls them.
+    Such an endpoint reads the body and builds the response itself, so FastAPI has nothing to convert. Resolving its
+    empty set of dependencies costs a third of the service's time for a small request
+    (`benchmarks/server_capacity.py`). Other endpoints are called by FastAPI as usual.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._takes_request_alone = list(inspect.signature(self.endpoint).parameters) == ["request"]
+        self._takes_only_request = list(inspect.signature(self.endpoint).parameters) == ["request"]
 
     async def handle(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request whose path matched."""
-        if not self._takes_request_alone or scope["method"] not in (self.methods or ()):
+        """Handle a request whose path matched."""
+        if not self._takes_only_request or scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
         response = await self.endpoint(Request(scope, receive))
@@ -272,9 +272,9 @@ class RequestRoute(APIRoute):
 
 
 def add_routes(target: APIRouter, router: APIRouter, prefix: str = "") -> None:
-    """Add the endpoints of `router` to the list of `target`.
+    """Add the endpoints of `router` directly to `target`.
 
-    `include_router` keeps a router inside a router and searches each on its own, for every request.
+    `include_router` keeps nested routers and searches each of them for every request.
     """
     for route in router.routes:
         if isinstance(route, APIRoute):

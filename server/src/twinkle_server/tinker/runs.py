@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints, as people look at them: lists, lifetimes, copies, files to take away."""
+"""Endpoints for training runs and their checkpoints: lists, expiry, publication, downloads."""
 
 import asyncio
 from email.utils import formatdate
@@ -10,7 +10,18 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.app_state import app_state_of, caller, now
-from twinkle_server.tinker.requests import Body, Limit, Offset, Text, answer, cursor, moment, present, read, takes
+from twinkle_server.tinker.requests import (
+    Body,
+    Limit,
+    Offset,
+    Text,
+    body_schema,
+    cursor,
+    isoformat,
+    json_response,
+    read,
+    without_none,
+)
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
@@ -39,20 +50,20 @@ async def training_runs(
     access_scope: Scope = "owned",
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """List the caller's training runs, newest first; nothing of others is accessible as a run."""
+    """List the caller's training runs, newest first; runs of other tenants are never accessible."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.models.page(who.tenant, limit, offset, project_id)
     latest = await state.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
     runs = [_run(row, latest) for row in page.rows]
-    return answer({"training_runs": runs, "cursor": cursor(page, limit, offset)})
+    return json_response({"training_runs": runs, "cursor": cursor(page, limit, offset)})
 
 
 @router.get("/training_runs/{run}")
 async def training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
     """Describe a training run."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.models.get(who.tenant, run)
-    return answer(_run(found, await state.store.checkpoints.latest(who.tenant, [run], now())))
+    model = await state.store.models.get(who.tenant, run)
+    return json_response(_run(model, await state.store.checkpoints.latest(who.tenant, [run], now())))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -67,7 +78,9 @@ async def checkpoints_of_run(
     page = await state.store.checkpoints.page(who.tenant, now(), limit, offset, run)
     if not page.total:
         await state.store.models.get(who.tenant, run)
-    return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
+    return json_response(
+        {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
+    )
 
 
 @router.get("/checkpoints")
@@ -75,121 +88,123 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
     """List the caller's checkpoints, newest first."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.checkpoints.page(who.tenant, now(), limit, offset)
-    return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
+    return json_response(
+        {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
+    )
 
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
-    """Delete a checkpoint; samplers that were made from it keep what they have."""
+    """Delete a checkpoint; sampling sessions created from it keep working."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
-    return answer({})
+    return json_response({})
 
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Let everybody load a checkpoint."""
+    """Allow all tenants to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
-    return answer({})
+    return json_response({})
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
-    """Let nobody but its owner load a checkpoint."""
+    """Allow only the owner to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
-    return answer({})
+    return json_response({})
 
 
-@router.put(f"{_CHECKPOINT}/ttl", openapi_extra=takes(TtlBody))
+@router.put(f"{_CHECKPOINT}/ttl", openapi_extra=body_schema(TtlBody))
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
-    """Say how long a checkpoint lives from now on; null is for ever."""
+    """Set the remaining lifetime of a checkpoint; null is unlimited."""
     who, state = caller(request), app_state_of(request)
     seconds = check_ttl((await read(request, TtlBody)).ttl_seconds)
     expires = None if seconds is None else now() + seconds
     await state.store.checkpoints.set_expiry(who.tenant, _path(run, kind, name), now(), expires)
-    return answer({})
+    return json_response({})
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
-    """Return a signed link to each file of external weights."""
+    """Return a signed link to each file of an external checkpoint."""
     who, state = caller(request), app_state_of(request)
     path = _path(run, kind, name)
-    found = await state.store.checkpoints.find(who.tenant, path, now())
+    checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
     if kind != "external_weights":
         raise BadRequest(f"{path} is not an external checkpoint; create one with save_weights_external")
-    urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), found.folder)
-    return answer({"urls": urls, "expires": moment(expires)})
+    urls, expires = await asyncio.to_thread(state.require_links().files, str(request.base_url), checkpoint.folder)
+    return json_response({"urls": urls, "expires": isoformat(expires)})
 
 
 @router.get(f"{_CHECKPOINT}/archive")
 async def archive(request: Request, run: str, kind: str, name: str) -> Response:
-    """Lead to a checkpoint as one tar, by a signed link. Clients before 0.36 ask for this."""
+    """Redirect to a tar archive of a checkpoint, by a signed link. Clients before 0.36 use this."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
-    url, expires = state.need_links().archive(str(request.base_url), found.folder)
+    checkpoint = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
+    url, expires = state.require_links().archive(str(request.base_url), checkpoint.folder)
     headers = {"Location": url, "Expires": formatdate(expires, usegmt=True)}
-    body = answer({"url": url, "expires": moment(expires)}, 302)
+    body = json_response({"url": url, "expires": isoformat(expires)}, 302)
     body.headers.update(headers)
     return body
 
 
-@router.post("/weights_info", openapi_extra=takes(WeightsInfo))
+@router.post("/weights_info", openapi_extra=body_schema(WeightsInfo))
 async def weights_info(request: Request) -> Response:
-    """Say what a model must be like for a checkpoint to fit."""
+    """Return the properties that a model must have to load a checkpoint."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, WeightsInfo)
-    found = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
-    return answer(
+    checkpoint = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
+    return json_response(
         {
-            "base_model": found.base,
+            "base_model": checkpoint.base,
             "optimizer_config": {"type": "adamw"},
             "is_lora": True,
-            "lora_rank": found.rank,
-            "train_unembed": found.train_unembed,
-            "train_mlp": found.train_mlp,
-            "train_attn": found.train_attn,
+            "lora_rank": checkpoint.rank,
+            "train_unembed": checkpoint.train_unembed,
+            "train_mlp": checkpoint.train_mlp,
+            "train_attn": checkpoint.train_attn,
         }
     )
 
 
 def _path(run: str, kind: str, name: str) -> CheckpointPath:
-    """Return the path of a checkpoint that a route names.
+    """Return the path of a checkpoint in a route.
 
     Raises:
-        NotFound: no checkpoint can have that path.
+        NotFound: the path is invalid.
     """
     try:
         return CheckpointPath.parse(f"tinker://{run}/{kind}/{name}")
     except BadRequest:
-        raise NotFound(f"no checkpoint of kind {kind[:40]!r} and name {name[:140]!r}") from None
+        raise NotFound(f"checkpoint {name[:140]!r} of kind {kind[:40]!r} does not exist") from None
 
 
 def _checkpoint(row: Checkpoint) -> dict[str, Any]:
-    return present(
+    return without_none(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=_TYPES[row.kind],
-        time=moment(row.created),
+        time=isoformat(row.created),
         tinker_path=str(row.path),
         size_bytes=row.size,
         public=row.public,
         user_metadata=row.metadata,
-        expires_at=None if row.expires is None else moment(row.expires),
+        expires_at=None if row.expires is None else isoformat(row.expires),
     )
 
 
 def _run(row: Model, latest: dict[tuple[str, str], Checkpoint]) -> dict[str, Any]:
     weights, sampler = latest.get((row.id, "weights")), latest.get((row.id, "sampler_weights"))
-    return present(
+    return without_none(
         training_run_id=row.id,
         base_model=row.base,
         model_owner=row.tenant,
         is_lora=True,
         corrupted=row.status == "corrupted",
         lora_rank=row.rank,
-        last_request_time=moment(row.last_request),
+        last_request_time=isoformat(row.last_request),
         last_checkpoint=weights and _checkpoint(weights),
         last_sampler_checkpoint=sampler and _checkpoint(sampler),
         user_metadata=row.metadata,

@@ -1,4 +1,4 @@
-"""Sampling requests: prompts are read and checked, and become operations."""
+"""Endpoints for sampling: sessions, and requests that are validated and become operations."""
 
 import asyncio
 import math
@@ -16,7 +16,19 @@ from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
 from twinkle_server.tinker.models import check_base
-from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Seed, Text, answer, present, promise, read, takes
+from twinkle_server.tinker.requests import (
+    LARGE,
+    Body,
+    Id,
+    Number,
+    Seed,
+    Text,
+    accepted_response,
+    body_schema,
+    json_response,
+    read,
+    without_none,
+)
 
 _TARGETS = ("data", "shape", "sparse_crow_indices", "sparse_col_indices")
 _MOST_CELLS = 2**24
@@ -26,7 +38,7 @@ def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
     """Return the tokens of a prompt.
 
     Raises:
-        ValueError: it has another form, or holds something else than text.
+        ValueError: it is invalid, or contains something other than text.
     """
     from twinkle_server.wire import tinker_pb2 as pb
     from twinkle_server.wire.codec import datum_tokens
@@ -44,14 +56,14 @@ def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
 
 
 def check_sample(sample: Sample, context: int) -> int:
-    """Return what a request costs, in tokens.
+    """Validate a request, and return its cost in tokens.
 
     Args:
-        sample: the request, prompt included.
-        context: tokens that prompt and sequence may have together; 0 while nobody knows, and then the engine checks it.
+        sample: the request, including the prompt.
+        context: maximum length of prompt and sequence together; 0 if unknown, in which case the engine checks it.
 
     Raises:
-        ValueError: an option is none that sampling can have; the message names it.
+        ValueError: an option is invalid; the message names it.
     """
     _check_params(sample)
     prompt = len(sample.tokens)
@@ -138,7 +150,7 @@ class JoinSamplingSession(Body):
 
 
 class SamplingParams(Body):
-    """Of `SampleBody`; see `payloads.Sample`."""
+    """The sampling parameters of `SampleBody`; see `operations.Sample`."""
 
     max_tokens: Whole | None = None
     seed: Seed | None = None
@@ -165,9 +177,9 @@ class SampleBody(Body):
     record_stability_info: bool | None = None
 
 
-@router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
+@router.post("/create_sampling_session", openapi_extra=body_schema(CreateSamplingSession))
 async def create_sampling_session(request: Request) -> Response:
-    """Begin to sample: from the base model, or from a checkpoint that stays as it is."""
+    """Create a sampling session for the base model or a checkpoint."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateSamplingSession)
     check_base(state, body.base_model)
@@ -180,31 +192,31 @@ async def create_sampling_session(request: Request) -> Response:
         path = CheckpointPath.parse(body.model_path)
         if path.kind not in _KINDS:
             raise BadRequest(f"model_path must be tinker://<run>/sampler_weights/<name>, got {path}")
-        found = await state.store.checkpoints.find(who.tenant, path, now())
-        check_base(state, found.base)
-        sampler.path, sampler.folder = str(path), found.folder
+        checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
+        check_base(state, checkpoint.base)
+        sampler.path, sampler.folder = str(path), checkpoint.folder
     await state.store.samplers.create(sampler)
-    return answer({"type": "create_sampling_session", "sampling_session_id": name})
+    return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
 @router.get("/samplers/{sampler_id}")
 async def sampler(request: Request, sampler_id: str) -> Response:
     """Describe a sampling session."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.samplers.get(who.tenant, sampler_id)
-    return answer(present(sampler_id=found.id, base_model=found.base, model_path=found.path))
+    record = await state.store.samplers.get(who.tenant, sampler_id)
+    return json_response(without_none(sampler_id=record.id, base_model=record.base, model_path=record.path))
 
 
-@router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
+@router.post("/join_sampling_session", openapi_extra=body_schema(JoinSamplingSession))
 async def join_sampling_session(request: Request) -> Response:
-    """Give a copy of a client a number of its own, from which it counts its requests."""
+    """Return a number for another client of a sampling session, from which its sequence numbers start."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, JoinSamplingSession)
     number = await state.store.samplers.join(who.tenant, body.sampling_session_id)
-    return answer({"type": "join_sampling_session", "client_counter": number})
+    return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
-@router.post("/asample", openapi_extra=takes(SampleBody))
+@router.post("/asample", openapi_extra=body_schema(SampleBody))
 async def asample(request: Request) -> Response:
     """Sample sequences for a prompt."""
     who, state = caller(request), app_state_of(request)
@@ -224,11 +236,11 @@ async def asample(request: Request) -> Response:
         submission = await asyncio.to_thread(_submission, context, who, sampler, body)
     accepted = await state.service.submit(submission, _recording(who, sampler, body))
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
-    return promise(accepted, sample_sequence_ids=sequences)
+    return accepted_response(accepted, sample_sequence_ids=sequences)
 
 
 def _recording(who: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any], None] | None:
-    """Return what notes that a request's sequences may be named in training; None if that was not asked for."""
+    """Return the function that records a request for use in training; None unless requested."""
     if not body.record_stability_info:
         return None
     tenant, session, queue_id, number = who.tenant, sampler.session, sampler.id, body.seq_id
@@ -262,5 +274,7 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
         data = sample.dump()
     except (ValueError, BadRequest) as error:
         refusal, data = str(error), Sample([]).dump()
-    asked = body.model_dump_json().encode()
-    return Submission(who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, asked=asked)
+    original = body.model_dump_json().encode()
+    return Submission(
+        who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, original=original
+    )

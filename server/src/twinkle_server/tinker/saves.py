@@ -1,4 +1,4 @@
-"""Checkpoints of a model: to go on from, to sample from, to take away."""
+"""Endpoints that save checkpoints: for training, for sampling, and for export."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from twinkle_server.ids import check_name, new_id, sampler_id
 from twinkle_server.operations import Save
 from twinkle_server.store.records import Model
 from twinkle_server.tinker.app_state import AppState, Caller
-from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, submit_body, takes
+from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, body_schema, submit_body
 
 router = APIRouter()
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400
@@ -45,26 +45,26 @@ class SaveExternal(Numbered):
     age_encryption_recipients: list[Text] | None = None
 
 
-@router.post("/save_weights", openapi_extra=takes(SaveWeights))
+@router.post("/save_weights", openapi_extra=body_schema(SaveWeights))
 async def save_weights(request: Request) -> Response:
-    """Save weights and the optimizer's state, to go on from."""
+    """Save weights and optimizer state, to resume training."""
     return await submit_body(request, SaveWeights, "save", _payload)
 
 
-@router.post("/save_weights_for_sampler", openapi_extra=takes(SaveForSampler))
+@router.post("/save_weights_for_sampler", openapi_extra=body_schema(SaveForSampler))
 async def save_weights_for_sampler(request: Request) -> Response:
-    """Save weights to sample from: under a name, or for one sampling session that this makes."""
+    """Save weights for sampling, under a name or for a new sampling session."""
     return await submit_body(request, SaveForSampler, "save", _payload)
 
 
-@router.post("/save_weights_external", openapi_extra=takes(SaveExternal))
+@router.post("/save_weights_external", openapi_extra=body_schema(SaveExternal))
 async def save_weights_external(request: Request) -> Response:
-    """Save weights as standard PEFT files, to take away."""
+    """Save weights as standard PEFT files, for export."""
     return await submit_body(request, SaveExternal, "save", _payload)
 
 
 async def _payload(
-    _house: AppState, _who: Caller, model: Model, body: SaveWeights | SaveForSampler | SaveExternal
+    _state: AppState, _who: Caller, model: Model, body: SaveWeights | SaveForSampler | SaveExternal
 ) -> Save:
     save = Save(f"checkpoints/{new_id()}", "weights", overwrite=body.overwrite, ttl=check_ttl(body.ttl_seconds))
     if isinstance(body, SaveExternal):
@@ -105,10 +105,10 @@ def _for_sampler(save: Save, body: SaveForSampler, model: Model) -> None:
 
 
 def check_ttl(seconds: int | None) -> int | None:
-    """Return how long a checkpoint lives.
+    """Validate the lifetime of a checkpoint.
 
     Raises:
-        BadRequest: that is less than an hour or more than ten years.
+        BadRequest: it is less than an hour or more than ten years.
     """
     if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
         raise BadRequest(

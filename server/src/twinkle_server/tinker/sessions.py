@@ -1,4 +1,4 @@
-"""Sessions of clients: they begin, are heard of, end, and can be found again."""
+"""Endpoints for sessions of clients: created, kept alive, finished, and searched."""
 
 import hashlib
 from typing import Annotated, Any, Literal
@@ -11,7 +11,19 @@ from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.telemetry.logs import redact
 from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
-from twinkle_server.tinker.requests import Body, Id, Limit, Metadata, Offset, Text, answer, moment, present, read, takes
+from twinkle_server.tinker.requests import (
+    Body,
+    Id,
+    Limit,
+    Metadata,
+    Offset,
+    Text,
+    body_schema,
+    isoformat,
+    json_response,
+    read,
+    without_none,
+)
 
 router = APIRouter()
 
@@ -64,7 +76,7 @@ class _Cursor(Body):
     last_session_id: Id
 
     def text(self) -> str:
-        """Return it as the store reads it."""
+        """Return the cursor in the format of the store."""
         return write_cursor(self.last_created_at.timestamp(), self.last_session_id)
 
 
@@ -81,9 +93,9 @@ class Search(Body):
     cursor: _Cursor | None = None
 
 
-@router.post("/create_session", openapi_extra=takes(CreateSession))
+@router.post("/create_session", openapi_extra=body_schema(CreateSession))
 async def create_session(request: Request) -> Response:
-    """Begin a session; a request that comes again, under its idempotency key, gets the session that it began."""
+    """Create a session; a retry with the same idempotency key returns the same session."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateSession)
     begun = now()
@@ -99,28 +111,28 @@ async def create_session(request: Request) -> Response:
         display_name=body.display_name,
     )
     await state.store.sessions.create(session)
-    return answer({"type": "create_session", "session_id": session.id})
+    return json_response({"type": "create_session", "session_id": session.id})
 
 
-@router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
+@router.post("/session_heartbeat", openapi_extra=body_schema(Heartbeat))
 async def session_heartbeat(request: Request) -> Response:
-    """Hear of a session; one that is unknown or over answers 410, which ends the client's loop."""
+    """Record a heartbeat; the response is 410 if the session is unknown or has ended, which stops the client."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Heartbeat)
     await state.service.heartbeat(body.session_id, who.tenant)
-    return answer({"type": "session_heartbeat"})
+    return json_response({"type": "session_heartbeat"})
 
 
-@router.post("/sessions/search", openapi_extra=takes(Search))
+@router.post("/sessions/search", openapi_extra=body_schema(Search))
 async def search(request: Request) -> Response:
-    """Find sessions of the caller, newest first."""
+    """Search the caller's sessions, newest first."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Search)
     statuses = _statuses(body)
     others = body.owner.type == "user" and who.tenant not in body.owner.owner_urns
     if others or (statuses is not None and not statuses):
-        return answer({"sessions": []})
-    wanted = SessionSearch(
+        return json_response({"sessions": []})
+    conditions = SessionSearch(
         session=body.session_id,
         projects=body.project_ids or [],
         metadata=body.user_metadata,
@@ -129,13 +141,13 @@ async def search(request: Request) -> Response:
         limit=body.limit,
         cursor=None if body.cursor is None else body.cursor.text(),
     )
-    found = await state.store.sessions.search(who.tenant, wanted)
-    rows = [row for row in found.rows if _wanted_end(row, body)]
+    page = await state.store.sessions.search(who.tenant, conditions)
+    rows = [row for row in page.rows if _matches_reason(row, body)]
     counts = await state.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
-    last = found.rows[-1] if found.cursor else None
-    cursor = last and {"last_created_at": moment(last.created), "last_session_id": last.id}
+    last = page.rows[-1] if page.cursor else None
+    cursor = last and {"last_created_at": isoformat(last.created), "last_session_id": last.id}
     summaries = [_summary(row, *counts.get(row.id, (0, 0))) for row in rows]
-    return answer(present(sessions=summaries, next_cursor=cursor))
+    return json_response(without_none(sessions=summaries, next_cursor=cursor))
 
 
 @router.get("/sessions")
@@ -143,54 +155,54 @@ async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> R
     """List the caller's sessions, newest first."""
     who, state = caller(request), app_state_of(request)
     page = await state.store.sessions.page(who.tenant, limit, offset)
-    return answer({"sessions": [row.id for row in page.rows]})
+    return json_response({"sessions": [row.id for row in page.rows]})
 
 
 @router.get("/sessions/{session_id}")
 async def session(request: Request, session_id: str) -> Response:
     """Describe a session."""
     who, state = caller(request), app_state_of(request)
-    found = await state.store.sessions.get(who.tenant, session_id)
+    record = await state.store.sessions.get(who.tenant, session_id)
     models = await state.store.models.of_session(who.tenant, session_id)
     samplers = await state.store.samplers.of_session(who.tenant, session_id)
-    return answer(
-        present(
+    return json_response(
+        without_none(
             training_run_ids=[model.id for model in models],
             sampler_ids=[sampler.id for sampler in samplers],
-            user_metadata=found.metadata or None,
-            display_name=found.display_name,
+            user_metadata=record.metadata or None,
+            display_name=record.display_name,
         )
     )
 
 
-@router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
+@router.post("/sessions/{session_id}/finish", openapi_extra=body_schema(Finish))
 async def finish(request: Request, session_id: str) -> Response:
-    """End a session; a second time changes nothing."""
+    """Finish a session; idempotent."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
-    detail = None if body.detail is None else redact(body.detail)  # often an exception's text, headers included
+    detail = None if body.detail is None else redact(body.detail)  # often the text of an exception with headers
     if await state.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
         state.samplers.forget()
         await state.service.finish_session(session_id)
-    return answer({})
+    return json_response({})
 
 
-@router.put("/sessions/{session_id}/project", openapi_extra=takes(Project))
+@router.put("/sessions/{session_id}/project", openapi_extra=body_schema(Project))
 async def set_project(request: Request, session_id: str) -> Response:
-    """Put a session into a project."""
+    """Set the project of a session."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, Project)
     await state.store.sessions.set_project(who.tenant, session_id, body.project_id)
-    return answer({})
+    return json_response({})
 
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """Say that no traces are kept."""
+    """Report that traces are not supported."""
     who, state = caller(request), app_state_of(request)
     await state.store.sessions.get(who.tenant, session_id)
-    return answer({"status": "failed", "error": "this service keeps no traces of sessions"})
+    return json_response({"status": "failed", "error": "this service does not record traces of sessions"})
 
 
 def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
@@ -200,14 +212,14 @@ def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
 
 
 def _statuses(body: Search) -> list[str] | None:
-    """Return statuses of rows that may fit; none of ours is "cancelled" or "failed"."""
+    """Return the matching statuses of rows; the service has no "cancelled" and "failed"."""
     if body.statuses is None:
         return None
     known = {"active": "active", "client_finished": "finished"}
     return sorted({known[status.type] for status in body.statuses if status.type in known})
 
 
-def _wanted_end(row: Session, body: Search) -> bool:
+def _matches_reason(row: Session, body: Search) -> bool:
     if body.statuses is None or row.status != "finished":
         return True
     ends = [status for status in body.statuses if status.type == "client_finished"]
@@ -220,10 +232,10 @@ def _summary(row: Session, count: int, size: int) -> dict[str, Any]:
         status = {"type": "active"}
     elif row.status == "finished":
         reason = {"type": row.reason or "success"}
-        status = present(type="client_finished", reason=reason, detail=row.detail)
-    return present(
+        status = without_none(type="client_finished", reason=reason, detail=row.detail)
+    return without_none(
         session_id=row.id,
-        created_at=moment(row.created),
+        created_at=isoformat(row.created),
         owner=row.tenant,
         project_id=row.project or "default",
         status=status,

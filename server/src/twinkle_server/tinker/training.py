@@ -1,4 +1,4 @@
-"""Training: forward and backward passes, and optimizer steps."""
+"""Endpoints for training: forward and backward passes, and optimizer steps."""
 
 import asyncio
 import hashlib
@@ -16,10 +16,18 @@ from twinkle_server.store.records import Model
 from twinkle_server.telemetry.logs import holds_key
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
-from twinkle_server.tinker.requests import Body, Numbered, Text, owned_model, promise, submit_body, takes
+from twinkle_server.tinker.requests import (
+    Body,
+    Numbered,
+    Text,
+    accepted_response,
+    body_schema,
+    owned_model,
+    submit_body,
+)
 
 router = APIRouter()
-_ON_A_THREAD = 96 * 2**10  # bytes; below it, handing over takes longer than reading (4k tokens: 50 µs)
+_ON_A_THREAD = 96 * 2**10  # bytes; for less, a thread costs more than parsing (4k tokens: 50 µs)
 _NUMBERS = range(1, 2**31)
 _ENCODINGS = {
     "requestBody": {
@@ -34,16 +42,16 @@ _ENCODINGS = {
 
 @dataclass(frozen=True, slots=True)
 class PassBody:
-    """What the log must know of a pass.
+    """The fields of a pass that the log needs.
 
     Attributes:
-        model: its id.
-        number: in the queue.
-        payload: the bytes of a `ForwardBackwardRequest`.
-        tokens: that it costs.
-        forward_only: whether gradients stay as they are.
-        refusal: what is wrong with it as a whole.
-        claims: what it says of where its tokens were sampled, if its loss needs that.
+        model: id of the model.
+        number: sequence number in the queue.
+        payload: a serialized `ForwardBackwardRequest`.
+        tokens: its cost.
+        forward_only: whether to compute no gradients.
+        refusal: why the whole pass is refused, if it is.
+        claims: claims of its provenance spans, if its loss requires them.
     """
 
     model: str
@@ -57,50 +65,51 @@ class PassBody:
 
 @router.post("/forward_backward", openapi_extra=_ENCODINGS)
 async def forward_backward(request: Request) -> Response:
-    """Add the gradients of rows to a model's, or with `forward_only` leave them."""
-    return await _take(request, "forward_backward_input")
+    """Compute a loss on rows and accumulate its gradients, except with `forward_only`."""
+    return await _submit_pass(request, "forward_backward_input")
 
 
 @router.post("/forward", openapi_extra=_ENCODINGS)
 async def forward(request: Request) -> Response:
-    """Compute rows without gradients. Clients before 0.25 send this, in JSON."""
-    return await _take(request, "forward_input")
+    """Compute rows without gradients. Clients before 0.25 send this, as JSON."""
+    return await _submit_pass(request, "forward_input")
 
 
-async def _take(request: Request, name: str) -> Response:
+async def _submit_pass(request: Request, name: str) -> Response:
     who, state = caller(request), app_state_of(request)
     data = await request.body()
     arguments = (data, None if _is_protobuf(request) else name, state.settings.limits)
-    taken = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
-    return await _submit(state, who, taken, await owned_model(state, who, taken.model))
+    body = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
+    return await _submit(state, who, body, await owned_model(state, who, body.model))
 
 
-async def _submit(state: AppState, who: Caller, taken: PassBody, model: Model) -> Response:
-    refusal = taken.refusal
-    if taken.claims and not state.settings.strict_losses:  # else the engine refuses the loss itself
-        refusal = await refusal_of(state, who, model.session, taken.claims)
+async def _submit(state: AppState, who: Caller, body: PassBody, model: Model) -> Response:
+    refusal = body.refusal
+    if body.claims and not state.settings.strict_losses:  # otherwise the engine refuses the loss itself
+        refusal = await refusal_of(state, who, model.session, body.claims)
     submission = Submission(
         who.tenant,
         model.id,
-        "forward" if taken.forward_only else "forward_backward",
-        taken.payload,
-        taken.number,
-        tokens=taken.tokens,
+        "forward" if body.forward_only else "forward_backward",
+        body.payload,
+        body.number,
+        tokens=body.tokens,
         refusal=refusal,
     )
-    return promise(await state.service.submit(submission), model_id=model.id)
+    return accepted_response(await state.service.submit(submission), model_id=model.id)
 
 
 def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
-    """Read a body.
+    """Parse a body.
 
     Args:
-        data: of the request.
-        name: of the field with the work, if the body is JSON.
-        limits: rows and tokens of a pass.
+        data: the body.
+        name: name of the field with the input of the pass if the body is JSON; None for protobuf.
+        limits: maximum numbers of rows and tokens of a pass.
 
     Raises:
-        BadRequest: it cannot be read, or it does not say which model and number it is for.
+        BadRequest: it cannot be parsed.
+        Unprocessable: model or sequence number are missing or invalid.
     """
     return _from_json(data, name, limits) if name is not None else _from_protobuf(data, limits)
 
@@ -114,7 +123,7 @@ def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
         raise BadRequest(f"cannot parse the request body: {error}") from error
     if not message.model_id:
         raise BadRequest("model_id is required in the request body")
-    return _measured(message, _checked(message.seq_id), data, limits)
+    return _measured(message, _check_number(message.seq_id), data, limits)
 
 
 def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
@@ -124,7 +133,7 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
         raise BadRequest(f"the request body is not valid JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_id"), str) or not fields["model_id"]:
         raise Unprocessable("model_id is required in the request body")
-    number = _checked(fields.get("seq_id"))
+    number = _check_number(fields.get("seq_id"))
     from twinkle_server.wire.json_bodies import pass_message
 
     try:
@@ -143,27 +152,27 @@ def _measured(message: Any, number: int, payload: bytes, limits: Limits) -> Pass
     rows = len(message.data)
     refusal = None
     if not rows:
-        refusal = "the pass has no rows in data; send at least one"
+        refusal = "data must have at least one row"
     elif rows > limits.datums:
-        refusal = f"the pass has {rows} rows; this service takes {limits.datums} at a time"
+        refusal = f"a pass must have at most {limits.datums} rows, got {rows}"
     elif tokens > limits.request_tokens:
-        refusal = f"the pass has {tokens} tokens; this service takes {limits.request_tokens} at a time"
+        refusal = f"a pass must have at most {limits.request_tokens} tokens, got {tokens}"
     elif holds_key(message.loss_fn):
-        refusal = f"{message.loss_fn[:140]!r} is no name of a loss: it holds an API key"
+        refusal = f"loss_fn must be the name of a loss, got {message.loss_fn[:140]!r}, which contains an API key"
     if refusal:
         payload = _mark(payload)
     claims = claims_of(message) if refusal is None and message.loss_fn in LOSSES else ()
     return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal, claims)
 
 
-def _checked(number: Any) -> int:
+def _check_number(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number not in _NUMBERS:
-        raise Unprocessable(f"seq_id is {str(number)[:40]}; numbers of a model's operations begin at 1")
+        raise Unprocessable(f"seq_id must be an integer of at least 1, got {str(number)[:40]}")
     return number
 
 
 def _mark(data: bytes) -> bytes:
-    """Return what stands for a body that is never run, so that the same one is known again."""
+    """Return the payload of a refused body; its hash identifies a retry."""
     return b"refused:" + hashlib.sha256(data).digest()
 
 
@@ -172,7 +181,7 @@ def _is_protobuf(request: Request) -> bool:
 
 
 class Adam(Body):
-    """Of `OptimStepBody`; its defaults are the SDK's."""
+    """The parameters of `OptimStepBody`; the defaults are those of the SDK."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -193,23 +202,23 @@ class OptimStepBody(Numbered):
     optimizer_params: _Other | None = None
 
 
-@router.post("/optim_step", openapi_extra=takes(OptimStepBody))
+@router.post("/optim_step", openapi_extra=body_schema(OptimStepBody))
 async def optim_step(request: Request) -> Response:
-    """Update a model by its gradients, and clear them."""
+    """Update a model with its gradients, and clear them."""
     return await submit_body(request, OptimStepBody, "optim_step", _payload)
 
 
-async def _payload(_house: AppState, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:
+async def _payload(_state: AppState, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None and body.optimizer_params.type != "adamw":
         raise BadRequest(f"unsupported optimizer {body.optimizer_params.type[:100]!r}; use adam_params")
-    return checked(body.adam_params or Adam())
+    return optim_step_of(body.adam_params or Adam())
 
 
-def checked(adam: Adam) -> OptimStep:
-    """Return the payload of an update.
+def optim_step_of(adam: Adam) -> OptimStep:
+    """Validate the parameters of an optimizer step, and return its payload.
 
     Raises:
-        BadRequest: a value is none that AdamW can have.
+        BadRequest: a value is out of range.
     """
     values = adam.model_dump()
     for name, value in values.items():

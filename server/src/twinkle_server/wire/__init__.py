@@ -1,1 +1,1 @@
-"""What stands in the bodies of the Tinker protocol: messages, arrays in them, and the JSON forms of older clients."""
+"""Serialization of the Tinker protocol: protobuf messages with numpy arrays, and the JSON forms of older clients."""

@@ -1,7 +1,6 @@
-"""The protocol's messages with numpy on our side: what a pass asks for, and what passes and samples give back.
+"""Conversion between the messages of the protocol and numpy arrays.
 
-Arrays are little-endian bytes with a shape. Whatever a message says about sizes is compared with the bytes that are
-there before anything is allocated.
+Arrays are little-endian bytes with a shape. Sizes in a message are compared with its bytes before memory is allocated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,16 +43,16 @@ DTYPES: Final[dict[int, np.dtype[Any]]] = {
     pb.DTYPE_BFLOAT16: np.dtype("<u2"),
 }
 MAX_CELLS: Final = 2**26
-"""Cells that a sparse array may have once it is written out: 256 MiB of float32."""
+"""Maximum number of cells of a sparse array in dense form: 256 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A checked matrix in compressed sparse rows; cells that it does not list are 0.
+    """A validated matrix in compressed sparse row format; missing cells are 0.
 
     Attributes:
         values: `[nnz]`, by row and column.
-        rows: `[R + 1]` int64, where each row begins in `values`.
+        rows: `[R + 1]` int64, start of each row in `values`.
         columns: `[nnz]` int64.
         shape: `(R, C)`.
     """
@@ -87,7 +86,7 @@ class Sparse:
             raise ValueError("the column indices of a sparse array must increase within a row")
 
     def dense(self, cells: int = MAX_CELLS) -> Array:
-        """Return the whole matrix.
+        """Return the dense matrix `[R, C]`.
 
         Raises:
             ValueError: it has more than `cells` cells.
@@ -100,15 +99,15 @@ class Sparse:
 
 
 def from_bytes(data: bytes, dtype: int, what: str) -> Array:
-    """Read flat little-endian values; bfloat16 comes back as float32.
+    """Read little-endian values as a flat array; bfloat16 becomes float32.
 
     Args:
         data: the bytes.
-        dtype: a `DType` of the wire.
-        what: the array's name, for errors.
+        dtype: a `DType` of the protocol.
+        what: name of the array, for errors.
 
     Raises:
-        ValueError: the type is unknown, or the bytes are no whole number of values.
+        ValueError: the type is unknown, or the number of bytes is not a multiple of the item size.
     """
     kind = DTYPES.get(dtype)
     if kind is None:
@@ -122,10 +121,10 @@ def from_bytes(data: bytes, dtype: int, what: str) -> Array:
 
 
 def read_tensor(tensor: pb.Tensor, what: str = "a tensor", cells: int = MAX_CELLS) -> Array:
-    """Return a tensor as a dense array, read-only where it is a view of the message's bytes.
+    """Return a tensor as a dense array; it is read-only if it is a view of the message's bytes.
 
     Raises:
-        ValueError: shape, type, indices and bytes do not fit together, or a sparse one has more than `cells` cells.
+        ValueError: shape, type, indices and bytes are inconsistent, or a sparse tensor has more than `cells` cells.
     """
     try:
         if tensor.WhichOneof("encoding") == "sparse_csr":
@@ -140,10 +139,10 @@ def read_tensor(tensor: pb.Tensor, what: str = "a tensor", cells: int = MAX_CELL
 
 
 def read_sparse(tensor: pb.Tensor, what: str = "a tensor") -> Sparse:
-    """Return a sparse tensor as it is.
+    """Return a sparse tensor without making it dense.
 
     Raises:
-        ValueError: shape, type, indices and bytes do not fit together.
+        ValueError: shape, type, indices and bytes are inconsistent.
     """
     csr, shape = tensor.sparse_csr, tuple(tensor.shape)
     if len(shape) != 2:
@@ -157,7 +156,7 @@ def read_sparse(tensor: pb.Tensor, what: str = "a tensor") -> Sparse:
 
 
 def write_tensor(array: Array | Sparse) -> pb.Tensor:
-    """Return an array as a tensor: every float as float32, int32 and int64 as they are, other integers as int64."""
+    """Return an array as a tensor: floats as float32, int32 and int64 unchanged, other integers as int64."""
     if isinstance(array, Sparse):
         dtype, data = to_bytes(array.values)
         tensor = pb.Tensor(dtype=dtype, shape=array.shape)
@@ -170,10 +169,10 @@ def write_tensor(array: Array | Sparse) -> pb.Tensor:
 
 
 def to_bytes(array: Array) -> tuple[pb.DType, bytes]:
-    """Return the type of the wire and the bytes of an array's values.
+    """Return the protocol's type and the bytes of an array.
 
     Raises:
-        ValueError: it holds neither floats nor integers.
+        ValueError: it contains neither floats nor integers.
     """
     if array.dtype.kind == "f":
         return pb.DTYPE_FLOAT32, array.astype("<f4", copy=False).tobytes()
@@ -185,7 +184,7 @@ def to_bytes(array: Array) -> tuple[pb.DType, bytes]:
 
 
 def write_batch(arrays: Sequence[Array]) -> pb.BatchedTensor:
-    """Return arrays of one type and one trailing shape (`[N_i, *trailing]`), one after another."""
+    """Return arrays of one type and trailing shape (`[N_i, *trailing]`), concatenated."""
     dtype, _ = to_bytes(arrays[0][:0])
     kind = DTYPES[dtype]
     ends = np.cumsum([0, *(array.size * kind.itemsize for array in arrays)], dtype="<i8")
@@ -197,7 +196,7 @@ def read_batch(batch: pb.BatchedTensor, what: str) -> list[Array]:
     """Return the arrays of a batch.
 
     Raises:
-        ValueError: offsets, shape, type and bytes do not fit together.
+        ValueError: offsets, shape, type and bytes are inconsistent.
     """
     flat = from_bytes(batch.data, batch.dtype, what)
     offsets = from_bytes(batch.offsets, pb.DTYPE_INT64, f"the offsets of {what}")
@@ -221,23 +220,23 @@ def _shown(shape: Sequence[int]) -> str:
 
 
 EMPTY_LOGPROB: Final = -99999.0
-"""Log-probability of a cell of `TopK` that holds nothing; its token is 0."""
+"""Log-probability of an empty cell of `TopK`; its token is 0."""
 M = TypeVar("M", bound=Message)
 StopReason = Literal["stop", "length"]
 _STOPS: Final[dict[StopReason, pb.StopReason]] = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def parse_request(payload: bytes) -> pb.ForwardBackwardRequest:
-    """Read a pass's request.
+    """Parse the request of a pass.
 
     Raises:
-        ValueError: the bytes are no such message.
+        ValueError: the bytes are not such a message.
     """
     return _parse(pb.ForwardBackwardRequest, payload)
 
 
 def loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Return the options of a request's loss: the newer map where it says something, else the older one.
+    """Return the options of a request's loss; entries of the newer map override those of the older one.
 
     Raises:
         ValueError: an option of the newer map has no value.
@@ -252,43 +251,43 @@ def loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def datum_tokens(datum: pb.Datum) -> NDArray[np.int32]:
-    """Return the tokens of a datum's text chunks, one after another.
+    """Return the tokens of a datum's text chunks, concatenated, `[N]` int32.
 
     Raises:
-        ValueError: there is a chunk that is no text, or its bytes are no tokens.
+        ValueError: a chunk is not text, or its bytes are not tokens.
     """
     parts = [_text(chunk) for chunk in datum.model_input]
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, "<i4"), *parts])
 
 
 def datum_length(datum: pb.Datum) -> int:
-    """Return about how many tokens a datum has, without reading them: what it costs, also where it is wrong."""
+    """Estimate the number of tokens of a datum without reading them, for its cost; works for invalid datums, too."""
     size = sum(len(chunk.encoded_text.tokens) + 4 * max(chunk.image.expected_tokens, 0) for chunk in datum.model_input)
     return int(size) // 4
 
 
 def datum_inputs(datum: pb.Datum, cells: int = MAX_CELLS) -> dict[str, Array]:
-    """Return the inputs of a datum's loss by name, as dense arrays in the types that were sent.
+    """Return the inputs of a datum's loss by name, as dense arrays of the sent types.
 
     Args:
         datum: a row of the request.
-        cells: that each sparse one may have once it is written out.
+        cells: maximum number of cells of each sparse input in dense form.
 
     Raises:
-        ValueError: an array's shape, type, indices and bytes do not fit together; the message names it.
+        ValueError: shape, type, indices and bytes of an array are inconsistent; the message names it.
     """
     return {name: read_tensor(datum.loss_fn_inputs[name], name, cells) for name in sorted(datum.loss_fn_inputs)}
 
 
 def forward_backward_output(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
-    """Write what a pass gives.
+    """Serialize the result of a pass.
 
     Args:
-        outputs: for each datum its arrays by name, `[N]` or `[N, K]`; the names are the same for all.
+        outputs: for each datum, its arrays by name, `[N]` or `[N, K]`; all datums have the same names.
         metrics: by `name:reduction`.
     """
     records = []
-    for group in _alike(outputs):
+    for group in _groups(outputs):
         record = pb.ArrayRecord(num_datums=len(group))
         for name in group[0]:
             record.fields[name].CopyFrom(write_batch([output[name] for output in group]))
@@ -301,7 +300,7 @@ def read_forward_backward_output(data: bytes) -> tuple[list[dict[str, Array]], d
     """Return the arrays of each datum, and the metrics.
 
     Raises:
-        ValueError: the bytes are no such message, or what it says of its arrays does not fit.
+        ValueError: the bytes are not such a message, or its arrays are inconsistent.
     """
     message = _parse(pb.ForwardBackwardOutput, data)
     outputs: list[dict[str, Array]] = []
@@ -316,7 +315,7 @@ def read_forward_backward_output(data: bytes) -> tuple[list[dict[str, Array]], d
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The likeliest tokens of some positions, likeliest first; a cell without one holds token 0 and `EMPTY_LOGPROB`.
+    """The most likely tokens of positions, in descending order; empty cells contain token 0 and `EMPTY_LOGPROB`.
 
     Attributes:
         tokens: `[N, K]` int32.
@@ -327,7 +326,7 @@ class TopK:
     logprobs: NDArray[np.float32]
 
     def message(self) -> pb.TopkLogprobs:
-        """Return it as a message."""
+        """Return the message."""
         length, k = self.tokens.shape
         return pb.TopkLogprobs(token_ids=_i4(self.tokens), logprobs=_f4(self.logprobs), k=k, length=length)
 
@@ -336,7 +335,7 @@ class TopK:
         """Read a message.
 
         Raises:
-            ValueError: its sizes do not fit its bytes.
+            ValueError: its sizes and bytes are inconsistent.
         """
         tokens = from_bytes(message.token_ids, pb.DTYPE_INT32, "top-k tokens")
         logprobs = from_bytes(message.logprobs, pb.DTYPE_FLOAT32, "top-k logprobs")
@@ -353,10 +352,10 @@ class SampledText:
     """One sampled sequence.
 
     Attributes:
-        tokens: `[N]` int32, N ≥ 1, stopping tokens included.
-        logprobs: `[N]` float32, one for each.
+        tokens: `[N]` int32, N ≥ 1, including stop tokens.
+        logprobs: `[N]` float32.
         stop: why it ended.
-        topk: alternatives for each token, if they were asked for.
+        topk: alternatives for each token, if requested.
     """
 
     tokens: NDArray[np.int32]
@@ -367,13 +366,13 @@ class SampledText:
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """What a sampling request says about its prompt of P tokens.
+    """Data about the prompt of a sampling request, of P tokens.
 
     Attributes:
-        logprobs: `[P]` float32; NaN where none was computed, and first.
+        logprobs: `[P]` float32; NaN for the first token, and where not computed.
         topk: alternatives for each prompt token.
-        hits: prompt tokens that were found in a cache.
-        targets: scores of the tokens that were asked for, in the layout of the question.
+        hits: number of prompt tokens found in a cache.
+        targets: scores of the requested tokens, in the layout of the request.
         alternatives: drawn tokens `[P - 1, K]` int64 and their log-probabilities.
     """
 
@@ -385,10 +384,10 @@ class SampledPrompt:
 
 
 def sample_response(sequences: Sequence[SampledText], prompt: SampledPrompt | None = None) -> bytes:
-    """Write what a sampling request gives.
+    """Serialize the result of a sampling request.
 
     Raises:
-        ValueError: a sequence is empty, or has another number of log-probabilities than tokens.
+        ValueError: a sequence is empty, or its numbers of tokens and log-probabilities differ.
     """
     prompt = prompt or SampledPrompt()
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.hits)
@@ -415,10 +414,10 @@ def sample_response(sequences: Sequence[SampledText], prompt: SampledPrompt | No
 
 
 def read_sample_response(data: bytes) -> tuple[list[SampledText], SampledPrompt]:
-    """Return the sequences, and what is said about the prompt.
+    """Return the sequences, and the data about the prompt.
 
     Raises:
-        ValueError: the bytes are no such message, or what it says of its arrays does not fit.
+        ValueError: the bytes are not such a message, or its arrays are inconsistent.
     """
     message = _parse(pb.SampleResponse, data)
     alternatives = None
@@ -456,8 +455,8 @@ def _text(chunk: pb.Chunk) -> NDArray[np.int32]:
     return from_bytes(chunk.encoded_text.tokens, pb.DTYPE_INT32, "the tokens of a chunk")
 
 
-def _alike(outputs: Sequence[Mapping[str, Array]]) -> Iterator[Sequence[Mapping[str, Array]]]:
-    """Cut a list where the shape behind the first axis, or the type, changes: a record holds one of each."""
+def _groups(outputs: Sequence[Mapping[str, Array]]) -> Iterator[Sequence[Mapping[str, Array]]]:
+    """Split a list where names, trailing shapes or types change; a record holds arrays of one form."""
     begin = 0
     for i in range(1, len(outputs) + 1):
         if i == len(outputs) or _form(outputs[i]) != _form(outputs[begin]):

@@ -1,4 +1,4 @@
-"""The JSON forms that clients before 0.25 send and read, to and from the same messages."""
+"""The JSON forms of messages that clients before 0.25 send and read."""
 
 import base64
 import binascii
@@ -24,27 +24,27 @@ _DTYPES: Final[dict[str, type[np.generic]]] = {"float32": np.float32, "int64": n
 
 
 def pass_message(fields: Mapping[str, Any], work: Any, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """Return a pass that came as JSON as the message that newer clients send.
+    """Convert the JSON form of a pass to the message of newer clients.
 
     Args:
-        fields: the body; `model_id` and `seq_id` are taken from it.
+        fields: the body, with `model_id` and `seq_id`.
         work: its `forward_backward_input` or `forward_input`.
-        forward_only: whether gradients stay as they are.
+        forward_only: whether to compute no gradients.
 
     Raises:
-        ValueError: something is missing or of another type; the message says where.
+        ValueError: a value is missing or has another type; the message says where.
     """
     work = _object(work, "the input of the pass")
     message = pb.ForwardBackwardRequest(model_id=fields["model_id"], forward_only=forward_only)
     message.seq_id = fields.get("seq_id") or 0
-    message.loss_fn = _word(work.get("loss_fn"), "loss_fn")
+    message.loss_fn = _string(work.get("loss_fn"), "loss_fn")
     for name, value in _object(work.get("loss_fn_config") or {}, "loss_fn_config").items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
         elif isinstance(value, int | float):
             message.loss_fn_config_v2[name].number = float(value)
         else:
-            raise ValueError(f"loss_fn_config.{name} must be a number or a text, got {_kind(value)}")
+            raise ValueError(f"loss_fn_config.{name} must be a number or a string, got {_kind(value)}")
     for index, row in enumerate(_list(work.get("data"), "data")):
         try:
             _datum(_object(row, "the datum"), message.data.add())
@@ -54,10 +54,10 @@ def pass_message(fields: Mapping[str, Any], work: Any, *, forward_only: bool) ->
 
 
 def write_chunks(model_input: Any, message: pb.Datum) -> None:
-    """Put a `model_input` or a `prompt` into a message.
+    """Write a `model_input` or a `prompt` into a message.
 
     Raises:
-        ValueError: it has another form; the message says where.
+        ValueError: it is invalid; the message says where.
     """
     chunks = _list(_object(model_input, "the model input").get("chunks"), "chunks")
     for index, chunk in enumerate(chunks):
@@ -68,10 +68,10 @@ def write_chunks(model_input: Any, message: pb.Datum) -> None:
 
 
 def tensor_message(fields: Any, what: str) -> pb.Tensor:
-    """Return a `TensorData` as a message.
+    """Convert a `TensorData` to a message.
 
     Raises:
-        ValueError: numbers, type, shape and indices do not fit together.
+        ValueError: numbers, type, shape and indices are inconsistent.
     """
     fields = _object(fields, what)
     name = fields.get("dtype", "float32")
@@ -96,7 +96,7 @@ def numbers(values: Any, what: str, dtype: type[np.generic]) -> Array:
     """Return a flat list of numbers as an array.
 
     Raises:
-        ValueError: it is none, or its numbers are no integers where integers are meant, or too large.
+        ValueError: it is not such a list, a number is not an integer where required, or is out of range.
     """
     integers = np.issubdtype(dtype, np.integer)
     flat = _flat(_list(values, what), dtype)
@@ -107,24 +107,24 @@ def numbers(values: Any, what: str, dtype: type[np.generic]) -> Array:
         if int(flat.min()) < info.min or int(flat.max()) > info.max:
             raise ValueError(f"the numbers of {what} must be between {info.min} and {info.max}")
     with np.errstate(over="ignore"):
-        made = flat.astype(dtype)
-    if not integers and bool((np.isinf(made) & np.isfinite(flat)).any()):
+        array = flat.astype(dtype)
+    if not integers and bool((np.isinf(array) & np.isfinite(flat)).any()):
         raise ValueError(f"the numbers of {what} must be in the range of {np.dtype(dtype).name}")
-    return made
+    return array
 
 
 def _flat(values: list[Any], dtype: type[np.generic]) -> Array:
     try:
         return np.asarray(values) if values else np.zeros(0, dtype)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         return np.zeros((0, 0))
 
 
 def pass_json(result: bytes) -> bytes:
-    """Return a pass's result as JSON.
+    """Convert the result of a pass to JSON.
 
     Raises:
-        ValueError: a number in it is not finite, which JSON cannot say.
+        ValueError: a number is not finite, which JSON cannot represent.
     """
     outputs, metrics = read_forward_backward_output(result)
     rows = [{name: _tensor_json(array, name) for name, array in output.items()} for output in outputs]
@@ -134,10 +134,10 @@ def pass_json(result: bytes) -> bytes:
 
 
 def sample_json(result: bytes) -> bytes:
-    """Return a sampling request's result as JSON; what was not computed is null.
+    """Convert the result of a sampling request to JSON; values that were not computed are null.
 
     Raises:
-        ValueError: a number of a sampled token is not finite, which JSON cannot say.
+        ValueError: a number of a sampled token is not finite, which JSON cannot represent.
     """
     texts, prompt = read_sample_response(result)
     body: dict[str, Any] = {"type": "sample", "sequences": [_text_json(text) for text in texts]}
@@ -196,7 +196,7 @@ def _chunk(fields: Mapping[str, Any], message: pb.Chunk) -> None:
         message.dmel.dmel = _base64(fields["dmel"], "dmel")
     elif "data" in fields:
         message.image.data = _base64(fields["data"], "data")
-        message.image.format = _word(fields.get("format"), "format")
+        message.image.format = _string(fields.get("format"), "format")
         if fields.get("expected_tokens") is not None:
             message.image.expected_tokens = int(numbers([fields["expected_tokens"]], "expected_tokens", np.int32)[0])
     else:
@@ -205,7 +205,7 @@ def _chunk(fields: Mapping[str, Any], message: pb.Chunk) -> None:
 
 def _base64(value: Any, what: str) -> bytes:
     try:
-        return base64.b64decode(_word(value, what), validate=True)
+        return base64.b64decode(_string(value, what), validate=True)
     except binascii.Error as error:
         raise ValueError(f"{what} must be base64") from error
 
@@ -222,9 +222,9 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _word(value: Any, what: str) -> str:
+def _string(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} must be a text, got {_kind(value)}")
+        raise ValueError(f"{what} must be a string, got {_kind(value)}")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Losses that clients trace with torch.fx and send as data: read, checked, and carried by their own name.
+"""Custom losses, traced by clients with torch.fx: graphs are parsed, validated, and encoded in their own ids.
 
-Nothing of a graph is looked up by its name anywhere but in the tables here. A loss's id is the graph itself, packed: it
-needs no place in the store, is the same for the same graph, and is there when operations are done again.
+Names in a graph are only looked up in the tables of this module. The id of a loss is the packed graph, so it needs no
+storage, is the same for the same graph, and is available in replays.
 """
 
 import base64
@@ -16,11 +16,11 @@ from typing import Any, Final
 import orjson
 
 PREFIX: Final = "loss."
-MOST_BYTES: Final = 64 * 2**10
-MOST_NODES: Final = 1024
-MOST_INPUTS: Final = 16
-MOST_DEPTH: Final = 8
-"""Lists, tuples and slices of an argument that may be nested; the deepest that `torch.fx` makes has 3."""
+MAX_BYTES: Final = 64 * 2**10
+MAX_NODES: Final = 1024
+MAX_INPUTS: Final = 16
+MAX_DEPTH: Final = 8
+"""Maximum nesting of lists, tuples and slices in an argument; `torch.fx` needs at most 3."""
 _SLICE = range(1, 4)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -36,17 +36,17 @@ POINTWISE: Final = _names(
     "minimum mul ne neg nan_to_num ones_like or_ pow reciprocal relu round rsqrt sigmoid sign sin softplus sqrt square "
     "sub tanh truediv where xor zeros_like"
 )
-"""Whose result has the shape that the arguments have together."""
+"""Operations whose result has the broadcast shape of the arguments."""
 FOLDING: Final = _names(
     "all amax amin any dot huber_loss l1_loss logsumexp max mean min mse_loss prod smooth_l1_loss std sum var"
 )
-"""Whose result is no larger than what the arguments have together."""
+"""Operations whose result is at most as large as the broadcast shape of the arguments."""
 SHAPING: Final = _names("cat cumsum flatten flip getitem log_softmax logcumsumexp softmax squeeze stack t unsqueeze")
-"""Whose result has as many numbers as the arguments, or fewer."""
+"""Operations whose result has at most as many values as the arguments together."""
 FACTS: Final = _names("dim getattr numel size")
-"""That look at shapes."""
+"""Operations that read shapes."""
 METHODS: Final = POINTWISE | FOLDING | SHAPING | FACTS
-_SAME: Final[Mapping[str, str]] = {
+_ALIASES: Final[Mapping[str, str]] = {
     "absolute": "abs",
     "clip": "clamp",
     "concat": "cat",
@@ -59,7 +59,7 @@ _SAME: Final[Mapping[str, str]] = {
     "true_divide": "div",
 }
 _MODULES: Final = ("torch.", "torch.nn.functional.", "torch._C._nn.", "operator.", "torch.Tensor.", "torch.special.")
-_SAID_FOR_NOTHING: Final = _names("_stacklevel dtype inplace")
+_IGNORED: Final = _names("_stacklevel dtype inplace")
 _KEYWORDS: Final = _names(
     "beta correction delta dim dims end_dim input keepdim max min other reduction start_dim target tensors unbiased"
 )
@@ -67,12 +67,12 @@ _KEYWORDS: Final = _names(
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A step of a graph.
+    """A node of a graph.
 
     Attributes:
-        name: by which later steps refer to its result.
-        operation: a name of the tables above; "" gives an input.
-        args: as the wire encodes them.
+        name: name of its result, for later nodes.
+        operation: a name of the tables above; "" for an input.
+        args: in the encoding of the protocol.
         kwargs: likewise.
     """
 
@@ -88,8 +88,8 @@ class LossGraph:
 
     Attributes:
         inputs: name and rank of each argument; the first is "logprobs".
-        nodes: steps in order, inputs left out.
-        loss: name of the node that is the loss.
+        nodes: in order, without inputs.
+        loss: name of the node with the loss.
         metrics: names of nodes by metric, `custom/<name>:sum` or `:mean`.
     """
 
@@ -100,18 +100,18 @@ class LossGraph:
 
 
 def read_graph(inputs: Any, nodes: Any) -> LossGraph:
-    """Read what a client sent.
+    """Parse and validate a graph.
 
     Args:
         inputs: a list of `{"name", "rank"}`.
         nodes: a list of `{"op", "name", "target", "args", "kwargs"}`.
 
     Raises:
-        ValueError: it is no graph, or has a step that a loss may not have; the message names it.
+        ValueError: it is invalid, or contains an unsupported operation; the message names it.
     """
     ranks = _read_inputs(inputs)
-    if not isinstance(nodes, list) or not 1 <= len(nodes) <= MOST_NODES:
-        raise ValueError(f"the graph must have a list of 1 to {MOST_NODES} nodes")
+    if not isinstance(nodes, list) or not 1 <= len(nodes) <= MAX_NODES:
+        raise ValueError(f"the graph must have a list of 1 to {MAX_NODES} nodes")
     known: set[str] = set()
     steps: list[Node] = []
     for place, fields in enumerate(nodes):
@@ -134,7 +134,7 @@ def read_graph(inputs: Any, nodes: Any) -> LossGraph:
 
 
 def loss_id(graph: LossGraph) -> str:
-    """Return the id of a loss: all of it, packed.
+    """Return the id of a loss, which contains the packed graph.
 
     Raises:
         ValueError: it is too large.
@@ -143,33 +143,33 @@ def loss_id(graph: LossGraph) -> str:
     whole = {"inputs": graph.inputs, "nodes": nodes, "loss": graph.loss, "metrics": graph.metrics}
     try:
         data = orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:  # an integer beyond 64 bits, say
+    except TypeError as error:  # for example an integer beyond 64 bits
         raise ValueError(f"cannot encode the graph as JSON: {error}") from error
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"the graph must have at most {MOST_BYTES} bytes, got {len(data)}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"the graph must have at most {MAX_BYTES} bytes, got {len(data)}")
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode().rstrip("=")
 
 
 def read_loss_id(text: str) -> LossGraph:
-    """Return the loss that an id stands for; it is checked like one that was just sent.
+    """Return the loss of an id; it is validated again.
 
     Raises:
-        ValueError: it is no id that `loss_id` gives.
+        ValueError: the id was not returned by `loss_id`.
     """
     try:
         packed = base64.b64decode(text.removeprefix(PREFIX) + "===", altchars=b"-_")
-        data = zlib.decompressobj().decompress(packed, MOST_BYTES)
+        data = zlib.decompressobj().decompress(packed, MAX_BYTES)
         if not text.startswith(PREFIX):
             raise ValueError(text)
-        said = orjson.loads(data)
-        inputs = [{"name": name, "rank": rank} for name, rank in said["inputs"]]
-        nodes = [{"op": "placeholder", "name": name, "target": name} for name, _ in said["inputs"]]
-        for name, operation, args, kwargs in said["nodes"]:
+        fields = orjson.loads(data)
+        inputs = [{"name": name, "rank": rank} for name, rank in fields["inputs"]]
+        nodes = [{"op": "placeholder", "name": name, "target": name} for name, _ in fields["inputs"]]
+        for name, operation, args, kwargs in fields["nodes"]:
             target = f"torch.{operation}"
             nodes.append({"op": "call_function", "name": name, "target": target, "args": args, "kwargs": kwargs})
-        metrics = {name: {"ref": node} for name, node in said["metrics"].items()}
-        ended = {"tuple": [{"ref": said["loss"]}, {"dict": metrics}]}
-        nodes.append({"op": "output", "name": "output", "target": "output", "args": [ended]})
+        metrics = {name: {"ref": node} for name, node in fields["metrics"].items()}
+        output = {"tuple": [{"ref": fields["loss"]}, {"dict": metrics}]}
+        nodes.append({"op": "output", "name": "output", "target": "output", "args": [output]})
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error, binascii.Error) as error:
         raise ValueError(f"loss_id must be one that create_custom_loss returned, got {text[:40]!r}") from error
     return read_graph(inputs, nodes)
@@ -180,13 +180,13 @@ def references(value: Any, depth: int = 0) -> Iterator[str]:
 
     Args:
         value: the argument.
-        depth: lists around it.
+        depth: number of lists around it.
 
     Raises:
-        ValueError: it is encoded in an unknown way, or nested too deeply.
+        ValueError: its encoding is unknown, or it is nested too deeply.
     """
-    if depth > MOST_DEPTH:
-        raise ValueError(f"an argument must be nested at most {MOST_DEPTH} levels deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"an argument must be nested at most {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         for item in value:
             yield from references(item, depth + 1)
@@ -206,18 +206,18 @@ def references(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _read_inputs(inputs: Any) -> tuple[tuple[str, int], ...]:
-    found = []
+    ranks = []
     for item in inputs if isinstance(inputs, list) else ():
         name, rank = (item.get("name"), item.get("rank")) if isinstance(item, dict) else (None, None)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or rank not in (0, 1, 2):
             raise ValueError(f"an input must have a name and a rank of 0, 1 or 2, got {str(item)[:80]}")
-        found.append((name, int(rank)))
-    names = [name for name, _ in found]
-    if not found or names[0] != "logprobs" or len(set(names)) != len(names) or len(names) > MOST_INPUTS:
+        ranks.append((name, int(rank)))
+    names = [name for name, _ in ranks]
+    if not ranks or names[0] != "logprobs" or len(set(names)) != len(names) or len(names) > MAX_INPUTS:
         raise ValueError(
-            f"a loss must have at most {MOST_INPUTS} inputs with unique names, of which 'logprobs' is the first"
+            f"a loss must have at most {MAX_INPUTS} inputs with unique names, of which 'logprobs' is the first"
         )
-    return tuple(found)
+    return tuple(ranks)
 
 
 def _check_known(node: Node, names: Iterable[str], known: set[str]) -> None:
@@ -235,11 +235,11 @@ def _read_node(fields: Any, place: int) -> tuple[str, Node]:
         raise ValueError(f"node {place} must have a name and a target")
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise ValueError(f"node {name!r} must have a list of arguments")
-    # Types are those of the inputs here; what else these say is how a Python function is reported, or saves memory.
-    kwargs = {key: kwargs[key] for key in kwargs if key not in _SAID_FOR_NOTHING and kwargs[key] is not None}
-    odd = [key for key in kwargs if key not in _KEYWORDS]
-    if odd:
-        raise ValueError(f"node {name!r} has the unsupported argument {odd[0][:40]!r}")
+    # Dtypes always follow from the inputs; the other ignored arguments concern warnings or save memory.
+    kwargs = {key: kwargs[key] for key in kwargs if key not in _IGNORED and kwargs[key] is not None}
+    unsupported = [key for key in kwargs if key not in _KEYWORDS]
+    if unsupported:
+        raise ValueError(f"node {name!r} has the unsupported argument {unsupported[0][:40]!r}")
     if op == "placeholder":
         return op, Node(target, "")
     if op == "output":
@@ -256,7 +256,7 @@ def _operation(op: str, target: str) -> str:
     if op == "call_function":
         module = max((module for module in _MODULES if target.startswith(module)), key=len, default=None)
         name = "" if module is None else target.removeprefix(module)
-    name = _SAME.get(name, name)
+    name = _ALIASES.get(name, name)
     if name not in METHODS:
         raise ValueError(f"unsupported operation {target[:80]!r}; available: {', '.join(sorted(METHODS))}")
     return name
@@ -264,8 +264,8 @@ def _operation(op: str, target: str) -> str:
 
 def _read_output(node: Node) -> tuple[str, Mapping[str, str]]:
     try:
-        (ended,) = node.args
-        pair = ended["tuple"] if isinstance(ended, dict) else ended
+        (output,) = node.args
+        pair = output["tuple"] if isinstance(output, dict) else output
         loss, metrics = pair[0]["ref"], pair[1]["dict"]
         named = {str(name): str(inner["ref"]) for name, inner in metrics.items()}
         if not isinstance(loss, str):

@@ -1,4 +1,4 @@
-"""The provenance spans of a datum: which of its targets were sampled, and in which sequence."""
+"""Provenance spans of a datum: which of its targets were sampled, and in which sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Span:
 
     Attributes:
         sequence: id of a sequence of that request.
-        sampled: the positions are tokens of the sequence; otherwise of the request's prompt.
+        sampled: whether the positions are tokens of the sequence, not of the prompt.
         begin: first position in the datum.
-        end: the position behind the last one.
-        offset: where the first one stands in the sequence, or in the prompt.
+        end: position after the last one.
+        offset: position of the first token in the sequence or the prompt.
     """
 
     sequence: str
@@ -31,14 +31,14 @@ class Span:
 
 
 def target_spans(datum: pb.Datum, length: int) -> list[Span]:
-    """Return the spans of a datum's targets, in order.
+    """Return the spans of a datum's targets in order.
 
     Args:
         datum: with `loss_fn_input_spans`.
         length: number of its targets.
 
     Raises:
-        ValueError: it has no spans, they do not tile the targets, or two of them name the same tokens of a sequence.
+        ValueError: it has no spans, they do not tile the targets, or two of them contain the same tokens of a sequence.
     """
     if not datum.loss_fn_input_spans:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_input_spans(datum: pb.Datum, length: int) -> None:
 
 
 def sequence_numbers(spans: Sequence[Span], length: int) -> NDArray[np.int64]:
-    """Return for each target the number of its sampled sequence in the datum, from 1; 0 where it was not sampled."""
+    """Return the sequence of each target, `[length]`: numbered from 1 within the datum, 0 for targets not sampled."""
     numbers: dict[str, int] = {}
     out = np.zeros(length, np.int64)
     for span in spans:

@@ -141,7 +141,7 @@ BAD = {
     "AcmeAborts": r"crashed: its process was killed by SIGABRT",
     "AcmeRaises": r"raised RuntimeError: the moon is in the wrong phase: …/loss.py;",
     "AcmeSurrogate": r"raised RuntimeError: a file named \?;",
-    "AcmeNan": r"'AcmeNan' of plugin 'acme-rogue' is nan; nothing of this operation was kept",
+    "AcmeNan": r"'AcmeNan' of plugin 'acme-rogue' is nan; this operation had no effect",
     "AcmeNanGradient": r"the gradient of loss_fn 'AcmeNanGradient' of plugin 'acme-rogue' is not finite",
     "AcmeCloses": r"crashed: its process was killed by SIGKILL",
     "AcmeScribbles": r"returned an invalid loss",

@@ -170,7 +170,7 @@ def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeyp
 
 
 def folder_of(inside: Inside, queue_id: str) -> list[Path]:
-    folder = inside.host._turns._sources.place(f"c/{queue_id}")
+    folder = inside.host._runner._sources.place(f"c/{queue_id}")
     return [path for path in folder.iterdir() if path.name != "manifest.json"]
 
 

@@ -1,1 +1,1 @@
-"""Losses of requests: which ones there are, how they are built, and where they are computed."""
+"""Losses of requests: the catalog, their construction, and where they are computed."""

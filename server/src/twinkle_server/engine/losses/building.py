@@ -1,8 +1,8 @@
-"""From a pass's message to rows of the model, arguments of the loss, and the loss itself.
+"""Conversion of a request into rows of the model, inputs of the loss, and the loss itself.
 
-What is wrong is said with key and numbers. The engine and its loss workers build a loss alike, from its name and
-options. Weights are never silently ignored: a published loss multiplies by them literally; other losses know labels
-that are no target (-100), and perhaps the batch's `loss_scale`.
+Errors name the datum and the key. The engine and its loss workers build a loss in the same way, from its name and
+options. Weights are never silently ignored: a published loss multiplies by them; other losses know labels without a
+target (-100), and optionally the batch's `loss_scale`.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from twinkle_server.wire.codec import Array
 TARGETS: Final = "target_tokens"
 WEIGHTS: Final = "weights"
 SEQUENCES: Final = "sampled_sequence"
-"""Input of a loss that is read from the provenance spans of a datum, and from no `loss_fn_input`."""
+"""Input of a loss that is derived from the provenance spans of a datum, not from a `loss_fn_input`."""
 NAMES: Final[Mapping[str, str]] = {"logprobs": "old_logps"}
-"""What losses call an input that the wire calls otherwise."""
-MOST_TARGETS: Final = 1024
-"""Targets of one position."""
-MOST_CELLS: Final = 2**24
-"""Numbers of all inputs of a request, sparse ones written out."""
+"""Names of inputs in losses, by their names in requests, where they differ."""
+MAX_TARGETS: Final = 1024
+"""Maximum number of targets per position."""
+MAX_CELLS: Final = 2**24
+"""Maximum number of values of all inputs of a request, sparse arrays counted as dense."""
 WIRE_NAMES: Final[Mapping[str, str]] = {own: wire for wire, own in NAMES.items()}
 
 
 @dataclass(slots=True)
 class Rows:
-    """What a request trains on.
+    """The training data of a request.
 
     Attributes:
-        features: rows as the pool takes them: `input_ids`, `labels` `[N]` or `[N, K]`, `loss_scale` likewise.
-        inputs: the other inputs of the loss by its own names, an array a row; every row has the same names.
-        shapes: of each row's `target_tokens`.
+        features: rows for the engine: `input_ids`, `labels` `[N]` or `[N, K]`, and `loss_scale` of the same shape.
+        inputs: the other inputs by their names in losses, an array per row; every row has the same names.
+        shapes: shape of each row's `target_tokens`.
     """
 
     features: list[dict[str, Any]] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Rows:
 
 
 def read_request(payload: bytes) -> pb.ForwardBackwardRequest:
-    """Return a pass's request.
+    """Parse the request of a pass.
 
     Raises:
-        UserError: the bytes are none.
+        UserError: the bytes are not a valid request.
     """
     try:
         return codec.parse_request(payload)
@@ -65,42 +65,42 @@ def read_rows(
     request: pb.ForwardBackwardRequest,
     context: int,
     vocabulary: int,
-    takes: Sequence[str],
-    ignores: Collection[str] = (),
+    accepted: Sequence[str],
+    ignored: Collection[str] = (),
     spans: bool = False,
 ) -> Rows:
-    """Return the rows of a request, checked. A row without `weights` among rows that have them has weights of 1.
+    """Read and check the rows of a request. Rows without `weights` among rows with them get weights of 1.
 
     Args:
-        request: what was sent.
-        context: tokens that a row may have.
+        request: the request.
+        context: maximum number of tokens of a row.
         vocabulary: number of token ids.
-        takes: names of the inputs that the loss takes, for errors.
-        ignores: names of inputs that are left out unread.
-        spans: whether the loss takes the input `SEQUENCES`, which the provenance spans of each datum give.
+        accepted: names of the inputs that the loss takes, for errors.
+        ignored: names of inputs that are dropped.
+        spans: whether the loss takes the input `SEQUENCES`, derived from the provenance spans of each datum.
 
     Raises:
-        UserError: there are none, or one cannot be used; says which datum, which key, and the numbers.
+        UserError: there are no rows, or one is invalid; the message names the datum, the key and the numbers.
     """
     if not request.data:
         raise UserError("data must contain at least one datum")
     rows = Rows()
     keys: set[str] | None = None
-    left = MOST_CELLS
+    remaining = MAX_CELLS
     for number, datum in enumerate(request.data):
         where = f"datum {number}"
         try:
             tokens = codec.datum_tokens(datum)
-            inputs = codec.datum_inputs(datum, min(left, MOST_TARGETS * len(tokens)))
+            inputs = codec.datum_inputs(datum, min(remaining, MAX_TARGETS * len(tokens)))
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
-        left -= sum(array.size for array in inputs.values())
-        if left < 0:
+        remaining -= sum(array.size for array in inputs.values())
+        if remaining < 0:
             raise UserError(
-                f"{where}: the loss_fn_inputs of a request must have at most {MOST_CELLS} numbers; send fewer datums"
+                f"{where}: the loss_fn_inputs of a request must have at most {MAX_CELLS} numbers; send fewer datums"
             )
         _check_tokens(where, tokens, context, vocabulary)
-        inputs = {name: array for name, array in inputs.items() if name not in ignores}
+        inputs = {name: array for name, array in inputs.items() if name not in ignored}
         if spans and SEQUENCES in inputs:
             raise UserError(
                 f"{where}: cannot use the loss_fn_input {SEQUENCES!r}: it is derived from the provenance spans of the "
@@ -108,10 +108,10 @@ def read_rows(
             )
         named = inputs.keys() - {WEIGHTS}
         if keys is not None and named != keys:
-            odd = sorted(named ^ keys)[0]
+            differing = sorted(named ^ keys)[0]
             raise UserError(
-                f"{where}: some datums have the loss_fn_input {odd!r} and others do not; all must have the same "
-                f"(loss_fn {request.loss_fn!r} takes {', '.join(takes)})"
+                f"{where}: some datums have the loss_fn_input {differing!r} and others do not; all must have the same "
+                f"(loss_fn {request.loss_fn!r} takes {', '.join(accepted)})"
             )
         keys = set(named)
         _add(rows, where, tokens, inputs, vocabulary)
@@ -119,7 +119,7 @@ def read_rows(
             rows.inputs.setdefault(SEQUENCES, []).append(_sequences(where, datum, tokens, rows.shapes[-1]))
     _fill_weights(rows)
     if any(len(shape) == 2 for shape in rows.shapes):
-        _check_room(rows)
+        _check_padded_size(rows)
     return rows
 
 
@@ -130,7 +130,7 @@ def _fill_weights(rows: Rows) -> None:
 
 
 def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...]) -> Array:
-    """Return the input `SEQUENCES` of a datum."""
+    """Return the input `SEQUENCES` of a datum, shape `[N]`."""
     if len(shape) != 1:
         raise UserError(
             f"{where}: {TARGETS} must have one target per position with provenance spans, got {list(shape)}"
@@ -143,12 +143,12 @@ def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...
         raise UserError(f"{where}: {error}") from error
 
 
-def _check_room(rows: Rows) -> None:
-    """Refuse rows that grow too large when all of them are filled up to the width of the widest."""
+def _check_padded_size(rows: Rows) -> None:
+    """Refuse rows that become too large when padded to the width of the widest."""
     width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
-    if width * sum(shape[0] for shape in rows.shapes) > MOST_CELLS:
+    if width * sum(shape[0] for shape in rows.shapes) > MAX_CELLS:
         raise UserError(
-            f"some datums have {width} targets per position; padded to this width, the request exceeds {MOST_CELLS} "
+            f"some datums have {width} targets per position; padded to this width, the request exceeds {MAX_CELLS} "
             "numbers; send datums with fewer targets in a separate request"
         )
 
@@ -180,9 +180,9 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
             f"{where}: {TARGETS} must have one target (or K targets) for each of the {len(tokens)} tokens of "
             f"model_input, got the shape {list(targets.shape)}"
         )
-    if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS:
+    if targets.ndim == 2 and targets.shape[1] > MAX_TARGETS:
         raise UserError(
-            f"{where}: {TARGETS} must have at most {MOST_TARGETS} targets per position, got {targets.shape[1]}"
+            f"{where}: {TARGETS} must have at most {MAX_TARGETS} targets per position, got {targets.shape[1]}"
         )
     _check_ids(f"{where}: {TARGETS}", targets, vocabulary)
     feature: dict[str, Any] = {"input_ids": tokens.astype(np.int64), "labels": targets.astype(np.int64)}
@@ -198,7 +198,7 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
                 )
             feature["loss_scale"] = values.astype(np.float32)
         else:
-            rows.inputs.setdefault(NAMES.get(name, name), []).append(values.copy())  # not a view of the message
+            rows.inputs.setdefault(NAMES.get(name, name), []).append(values.copy())  # a view would keep the message
     rows.features.append(feature)
     rows.shapes.append(targets.shape)
 
@@ -210,17 +210,17 @@ def _check_finite(where: str, name: str, values: Array) -> None:
 
 
 def build_loss(spec: ComponentSpec, config: Mapping[str, float | str]) -> Any:
-    """Return a loss for one operation, its options checked.
+    """Build a loss for one operation.
 
     Raises:
-        UserError: an option is wrong.
+        UserError: an option is invalid.
     """
     options = _options(spec, config)
     try:
-        found = registry().resolve(spec, "loss")
-        if not isinstance(found, type):
-            return _function(spec, found, options)
-        loss = registry().build(found, "loss", **options)
+        component = registry().resolve(spec, "loss")
+        if not isinstance(component, type):
+            return _function(spec, component, options)
+        loss = registry().build(component, "loss", **options)
     except ArgumentError as error:
         raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
     loss.row_inputs = with_inputs(getattr(loss, "row_inputs", ()), spec)
@@ -228,21 +228,21 @@ def build_loss(spec: ComponentSpec, config: Mapping[str, float | str]) -> Any:
 
 
 def with_inputs(row_inputs: Sequence[str], spec: ComponentSpec) -> tuple[str, ...]:
-    """Return the arguments with an entry a row: those that a loss names, and those that its manifest declares."""
+    """Return the arguments with one entry per row: those that a loss names, and those that its manifest declares."""
     return tuple(dict.fromkeys((*row_inputs, *spec.inputs)))
 
 
-def _function(spec: ComponentSpec, found: Any, options: Mapping[str, Any]) -> Any:
+def _function(spec: ComponentSpec, function: Any, options: Mapping[str, Any]) -> Any:
     if options:
         raise UserError(f"loss_fn {spec.name!r} has no options; remove {sorted(options)[0]!r} from loss_fn_config")
-    return found
+    return function
 
 
 def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return the arguments of the loss's constructor; a declared model of its options checks them first."""
+    """Return the arguments of the loss's constructor, validated by the declared model of its options."""
     if not spec.config or not config:
         return dict(config)
-    from pydantic import BaseModel, ValidationError  # a quarter of the start of an engine without torch
+    from pydantic import BaseModel, ValidationError  # slow: a quarter of an engine's start without torch
 
     try:
         model = registry().load(dataclasses.replace(spec, ref=spec.config))
@@ -260,19 +260,19 @@ def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str
 _SCALE, _LABELS, _NO_TARGET = "loss_scale", "labels", -100
 
 
-def honoured(loss: Any, name: str, rows: Rows) -> Any:
-    """Take the targets of weight 0 out of the rows, and return a loss that fails if it ignores other weights.
+def enforce_weights(loss: Any, name: str, rows: Rows) -> Any:
+    """Remove targets of weight 0 from the rows, and return a loss that fails if it ignored other weights.
 
     Args:
-        loss: an object or function of its own for this operation.
-        name: what the request calls it.
+        loss: an object or function used only for this operation.
+        name: its name in the request.
         rows: of the request; their labels are changed.
     """
-    return watched(loss, name) if mask_weightless(rows) else loss
+    return require_weights(loss, name) if mask_weightless(rows) else loss
 
 
 def mask_weightless(rows: Rows) -> bool:
-    """Take the targets of weight 0 out of the labels, and return whether other weights than 0 and 1 remain."""
+    """Remove targets of weight 0 from the labels; return whether weights other than 0 and 1 remain."""
     weights = [feature[_SCALE] for feature in rows.features if _SCALE in feature]
     for feature in rows.features:
         if _SCALE in feature:
@@ -280,20 +280,22 @@ def mask_weightless(rows: Rows) -> bool:
     return not all(np.isin(values, (0.0, 1.0)).all() for values in weights)
 
 
-def watched(loss: Any, name: str) -> Any:
-    """Return a loss that fails where it does not read the weights of the batch."""
+def require_weights(loss: Any, name: str) -> Any:
+    """Return a loss that fails if it does not read the weights of the batch."""
     if not isinstance(loss, type) and hasattr(loss, "__name__"):
-        return _watched(loss, name, place=0)
+        return _require_weights(loss, name, place=0)
     kind = type(loss)
-    loss.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__call__": _watched(kind.__call__, name, place=1)})
+    loss.__class__ = type(
+        kind.__name__, (kind,), {"__slots__": (), "__call__": _require_weights(kind.__call__, name, place=1)}
+    )
     return loss
 
 
-def _watched(call: Any, name: str, place: int) -> Any:
-    """Return a loss's call that fails where the batch's weights were not read."""
+def _require_weights(call: Any, name: str, place: int) -> Any:
+    """Return a callable that fails if the weights of its batch were not read."""
 
     @functools.wraps(call)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         batch = _Batch(args[place])
         result = call(*args[:place], batch, *args[place + 1 :], **kwargs)
         if not batch.read:
@@ -303,11 +305,11 @@ def _watched(call: Any, name: str, place: int) -> Any:
             )
         return result
 
-    return watched
+    return checked
 
 
 class _Batch(dict[str, Any]):
-    """A batch that notes whether its weights were looked at."""
+    """A batch that records whether its weights were read."""
 
     read = False
 
@@ -320,5 +322,5 @@ class _Batch(dict[str, Any]):
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        self.read = True  # whoever goes through all of it has them, too
+        self.read = True  # an iteration over all keys includes the weights
         return super().__iter__()

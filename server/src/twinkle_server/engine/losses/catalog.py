@@ -1,6 +1,6 @@
-"""The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants.
+"""The losses that a request may name: the published ones, and those of installed plugins declared safe for tenants.
 
-Those that ship with Twinkle are computed in the engine; those of other plugins in worker processes.
+Losses that ship with Twinkle are computed in the engine process; those of other plugins in worker processes.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from twinkle_server.engine.losses.building import (
     WIRE_NAMES,
     Rows,
     build_loss,
-    honoured,
+    enforce_weights,
     mask_weightless,
     with_inputs,
 )
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from twinkle_server.engine.losses.workers.workers import LossWorkers
 
 CUSTOM: Final = "custom"
-"""The name under which requests use a loss graph that the client has registered."""
+"""Name of losses that clients send as graphs."""
 PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 OWN: Final = ("stable_reinforce",)
-"""Names that the protocol has without a published formula; the formula is Twinkle's own, and `strict` refuses it."""
+"""Names of the protocol without a published formula. Twinkle has its own formulas, which `strict` refuses."""
 _SHIPPED: Final = "twinkle-losses"
-"""The distribution whose losses are trusted with the engine's process."""
+"""The distribution whose losses run in the engine process."""
 _STRICT: Final = (
     "cannot run loss_fn {!r}: its published name has no published formula, and this service was started with "
     "--strict-losses, which refuses Twinkle's own; pass loss_fn='importance_sampling', 'ppo', 'cispo' or 'gspo'"
 )
 _CROSS_ENTROPY: Final = "cross_entropy"
 _IGNORED: Final = ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
-"""Inputs of other published losses, which `cross_entropy` leaves unread: clients send one datum to several losses."""
+"""Inputs of other published losses that `cross_entropy` ignores: clients send one datum to several losses."""
 
 
 class Losses:
     """The losses of a service.
 
     Args:
-        allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
-        strict: refuse `OWN`.
-        limits: of the worker processes that compute the losses of plugins; None computes them in this process.
-        in_process: plugins whose losses are computed in this process all the same.
+        allowed: names in addition to the published ones; None allows all installed tenant-safe losses.
+        limits: limits of the worker processes that compute the losses of plugins; None computes them in this process.
+        in_process: plugins whose losses are computed in this process in any case.
+        strict: whether to refuse `OWN`.
 
     Attributes:
-        workers: the worker processes; None where no loss needs one.
+        workers: the worker processes; None if no loss needs one.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Losses:
             self.workers.prepare(remote)
 
     def names(self, native: Set[str] = frozenset()) -> tuple[str, ...]:
-        """Return what a request may name, the published ones first.
+        """Return the names of all losses, the published ones first.
 
         Args:
-            native: names of further losses, which the engine computes itself.
+            native: names of further losses, computed by the engine itself.
         """
         names = self._specs().keys() | native
         first = (*PUBLISHED, *OWN)
@@ -85,17 +85,17 @@ class Losses:
     def build(
         self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, queue_id: str = "", number: int = 0
     ) -> Any:
-        """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
+        """Build a loss for one operation; its options and the rows' inputs are checked against its manifest.
 
         Args:
-            spec: which loss.
+            spec: the loss.
             config: its options.
             rows: of the request.
-            queue_id: the model, which has a worker of its own for each plugin.
-            number: of the operation.
+            queue_id: the model, which has its own worker for each plugin.
+            number: number of the operation.
 
         Raises:
-            UserError: an option is wrong, or an input is missing, unknown or misshapen.
+            UserError: an option is invalid, or an input is missing, unknown or has another shape.
         """
         _check_inputs(spec, rows)
         if self.workers is not None and self._is_remote(spec):
@@ -106,13 +106,13 @@ class Losses:
             return loss
         try:
             loss = build_loss(spec, config)
-        except NotTrusted as error:  # it was revoked since it was found
+        except NotTrusted as error:  # revoked after `find`
             raise UserError(f"loss_fn {spec.name!r} is no longer available: {error}") from error
         _check_missing(spec, loss, rows)
-        return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
+        return loss if spec.name in (*PUBLISHED, *OWN) else enforce_weights(loss, spec.name, rows)
 
     def end_dropped(self) -> None:
-        """End the worker processes of plugins that offer no loss any more."""
+        """End the worker processes of plugins that no longer offer a loss."""
         if self.workers is not None:
             self.workers.keep({spec.dist for spec in self._specs().values()})
 
@@ -120,20 +120,20 @@ class Losses:
         return spec.dist not in self._in_process and not _is_own(spec)
 
     def _specs(self) -> dict[str, ComponentSpec]:
-        """Return what there is now: a plugin that is revoked while the service runs is gone at once."""
-        found = {}
+        """Return the losses available now; those of a plugin revoked at run time disappear immediately."""
+        available = {}
         for name, specs in registry().specs("loss").items():
             safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
             refused = self._strict and name in OWN
             if len(safe) == 1 and not refused and (self._allowed is None or name in self._allowed):
-                found[name] = safe[0]
-        return found
+                available[name] = safe[0]
+        return available
 
     def find(self, name: str) -> ComponentSpec:
         """Return the loss that a request names.
 
         Raises:
-            UserError: there is none, or its plugin may not be used any more; says why, or what there is.
+            UserError: the loss does not exist, or its plugin was revoked.
         """
         specs = self._specs()
         if name in specs:
@@ -148,7 +148,7 @@ class Losses:
 
 
 def _why_refused(name: str) -> str:
-    """Return why the plugin that would offer a loss must not run, or an empty text."""
+    """Return why the plugin of a loss must not run, or an empty string."""
     for record in registry().records:
         offered = record.manifest.components if record.manifest and isinstance(record.cause, NotTrusted) else ()
         if any(spec.kind == "loss" and spec.name == name for spec in offered):
@@ -157,7 +157,7 @@ def _why_refused(name: str) -> str:
 
 
 def _is_own(spec: ComponentSpec) -> bool:
-    """Say whether a loss ships with Twinkle; the name of a plugin alone would be easy to take."""
+    """Return whether a loss ships with Twinkle; a plugin's name alone could be faked."""
     shipped = {record.package for record in registry().records if record.name == record.dist == _SHIPPED}
     return spec.dist == _SHIPPED and spec.ref.partition(":")[0].partition(".")[0] in shipped
 
@@ -167,46 +167,47 @@ def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
         wire = WIRE_NAMES.get(name, name)
         if name not in spec.inputs:
             raise UserError(
-                f"loss_fn {spec.name!r} does not take the loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}"
+                f"loss_fn {spec.name!r} does not take the loss_fn_input {wire!r}; it takes "
+                f"{', '.join(accepted_inputs(spec))}"
             )
         for number, array in enumerate(arrays):
             _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
 
 
-def takes(spec: ComponentSpec) -> tuple[str, ...]:
-    """Return the inputs of a loss, as the wire calls them."""
+def accepted_inputs(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs of a loss by their names in requests."""
     return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs if name != SEQUENCES))
 
 
-def ignores(spec: ComponentSpec) -> tuple[str, ...]:
-    """Return the inputs that a loss is sent and does not read, as the wire calls them."""
+def ignored_inputs(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs that a loss ignored_inputs, by their names in requests."""
     return _IGNORED if spec.name == _CROSS_ENTROPY else ()
 
 
 def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:
-    """Refuse a request without an input that the loss cannot be called without."""
+    """Refuse a request without a required input of the loss."""
     for name, parameter in inspect.signature(loss).parameters.items():
         if name in spec.inputs and name not in rows.inputs and parameter.default is parameter.empty:
             wire = WIRE_NAMES.get(name, name)
-            raise UserError(f"loss_fn {spec.name!r} requires the loss_fn_input {wire!r}, got {_found(rows)}")
+            raise UserError(f"loss_fn {spec.name!r} requires the loss_fn_input {wire!r}, got {_input_names(rows)}")
 
 
-def _found(rows: Rows) -> str:
+def _input_names(rows: Rows) -> str:
     return ", ".join(["target_tokens", *(WIRE_NAMES.get(name, name) for name in rows.inputs)])
 
 
 def _check_shape(kind: str, array: Array, where: str, length: int) -> None:
-    """Compare an array with a declaration such as `float32[T]`; T is the number of the row's tokens.
+    """Compare an array with a declaration such as `float32[T]`; T is the number of tokens of the row.
 
-    A size that is another letter is free, but it must be there.
+    Other letters stand for any size.
     """
     dtype, _, rest = kind.partition("[")
     sizes = [size.strip() for size in rest.rstrip("]").split(",") if size.strip()]
     if array.dtype.kind == "f" and dtype.startswith("int"):
         raise UserError(f"{where} must contain integers ({kind}), got {array.dtype}")
-    wanted = [length if size == "T" else int(size) if size.isdigit() else None for size in sizes]
-    found = list(array.shape)
-    if not sizes and found == [1]:
+    expected = [length if size == "T" else int(size) if size.isdigit() else None for size in sizes]
+    shape = list(array.shape)
+    if not sizes and shape == [1]:
         return
-    if len(found) != len(wanted) or any(w not in (None, f) for w, f in zip(wanted, found, strict=True)):
-        raise UserError(f"{where} must have the shape {kind} for a row of {length} tokens, got {found}")
+    if len(shape) != len(expected) or any(e not in (None, s) for e, s in zip(expected, shape, strict=True)):
+        raise UserError(f"{where} must have the shape {kind} for a row of {length} tokens, got {shape}")

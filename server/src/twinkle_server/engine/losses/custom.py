@@ -1,6 +1,6 @@
-"""Losses that clients bring along as graphs: one row at a time, each with its own gradient.
+"""Custom losses: graphs sent by clients, evaluated one row at a time, each row with its own gradient.
 
-Each step of a graph is evaluated once, within bounds that are checked before the step is done.
+Each node of a graph is evaluated once, within limits that are checked before its evaluation.
 """
 
 import time
@@ -22,12 +22,12 @@ from twinkle_server.engine.losses.catalog import CUSTOM
 from twinkle_server.settings import Limits
 from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, read_loss_id
 
-MOST_CELLS: Final = 2**25
-"""Numbers that all steps of a row may make together."""
-MOST_STEPS: Final = 2**19
-"""Steps that the rows of one operation may take together: nodes times rows."""
-MOST_PARTS: Final = 64
-"""Entries of a tuple or list that a step may give; a shape, or the values and indices of `max`, have few."""
+MAX_CELLS: Final = 2**25
+"""Maximum number of values that all nodes may create for a row."""
+MAX_STEPS: Final = 2**19
+"""Maximum number of nodes times rows of one operation."""
+MAX_PARTS: Final = 64
+"""Maximum length of a tuple or list that a node may return; a shape, or the result of `max`, is short."""
 _NUMBERS: Final[Mapping[str, Callable[..., Any]]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -71,13 +71,13 @@ _TENSORS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @dataclass(slots=True)
 class Budget:
-    """What the rows of one operation may cost, whatever the number of micro-batches that they are in.
+    """Limits of one operation, whatever the number of its micro-batches.
 
     Attributes:
-        seconds: that evaluation and its backward may take together.
+        seconds: limit for evaluation and backward together.
         nodes: of the graph, for the message.
         rows: of the operation, for the message.
-        clock: in seconds.
+        clock: returns seconds.
         spent: seconds so far.
     """
 
@@ -97,44 +97,44 @@ class Budget:
         self.spent += self.clock() - self._begun
 
     def check(self) -> None:
-        """Compare the time with the limit.
+        """Check the time limit.
 
         Raises:
-            UserError: it is over.
+            UserError: it is exceeded.
         """
         spent = self.spent + self.clock() - self._begun
         if spent > self.seconds:
             text = f"{self.nodes} nodes for {self.rows} rows took longer than {self.seconds:g} s"
             raise UserError(
                 f"custom loss: {text}, which is the limit for one request; send fewer rows, or make the graph smaller"
-            ) from CapacityError(text)  # a replay may be tried again: the operation took less time before
+            ) from CapacityError(text)  # the operation was faster before, so a replay may be retried
 
     def check_steps(self) -> None:
-        """Compare the number of steps with the limit, before any is done.
+        """Check the number of steps, before any of them.
 
         Raises:
-            UserError: there are more.
+            UserError: there are too many.
         """
-        if self.nodes * self.rows > MOST_STEPS:
+        if self.nodes * self.rows > MAX_STEPS:
             raise UserError(
-                f"custom loss: a request must have at most {MOST_STEPS} steps, got {self.nodes * self.rows} "
+                f"custom loss: a request must have at most {MAX_STEPS} steps, got {self.nodes * self.rows} "
                 f"({self.nodes} nodes for {self.rows} rows); send fewer rows, or make the graph smaller"
             )
 
 
 def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = None) -> tuple[Tensor, dict[str, float]]:
-    """Return a row's loss, a scalar, and its metrics.
+    """Evaluate a graph; return the row's loss (a scalar) and its metrics.
 
     Args:
         graph: the loss.
         given: the row's inputs by name.
-        budget: of the operation; its clock runs. Backward passes of the loss are checked against it, too.
+        budget: of the operation, its clock running. It also applies to backward passes of the loss.
 
     Raises:
-        UserError: a step cannot be done, all of them together make too many numbers, or time is over.
+        UserError: a node fails, the nodes create too many values, or the time limit is exceeded.
     """
     known: dict[str, Any] = dict(given)
-    left = MOST_CELLS
+    left = MAX_CELLS
     for node in graph.nodes:
         if budget is not None:
             budget.check()
@@ -144,8 +144,8 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
             cells = _cells(node, [*args, *kwargs.values()])
             if cells > left:
                 raise UserError(
-                    f"custom loss: node {node.name!r} exceeds the limit of {MOST_CELLS} numbers per row: it creates "
-                    f"{cells}, after {MOST_CELLS - left} of the nodes before it"
+                    f"custom loss: node {node.name!r} exceeds the limit of {MAX_CELLS} numbers per row: it creates "
+                    f"{cells}, after {MAX_CELLS - left} of the nodes before it"
                 )
             left -= cells
             known[node.name] = result = _plain(_call(node.operation, args, kwargs))
@@ -165,13 +165,13 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
 def value_and_gradient(
     graph: LossGraph, given: Mapping[str, Tensor], name: str, budget: Budget
 ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-    """Return a row's loss, its gradient with respect to one input, and its metrics; nothing of the graph is kept.
+    """Return a row's loss, its gradient with respect to one input, and its metrics; the graph is freed.
 
     Args:
         graph: the loss.
         given: the row's inputs by name.
         name: of the input.
-        budget: of the operation; evaluation and backward together count.
+        budget: of the operation, for evaluation and backward together.
 
     Raises:
         UserError: see `run`.
@@ -192,23 +192,23 @@ def _reaches(loss: Tensor, leaf: Tensor) -> bool:
 
 
 def _watch(result: Any, budget: Budget) -> None:
-    """Check the time in the backward pass of a step, before its gradient is computed."""
+    """Check the time limit in the backward pass, before the gradient of a node is computed."""
     for value in result if isinstance(result, list | tuple) else (result,):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(lambda gradient: budget.check())  # type: ignore[no-untyped-call]
 
 
 def _plain(value: Any) -> Any:
-    """Return what a step gave, if later steps can use it without walking through more than was counted.
+    """Return the result of a node if later nodes can use it at bounded cost.
 
     Raises:
-        TypeError: it is a list of lists, or a long one. References may be shared, so that a graph of some kilobytes
-            could stand for a list of 2**1000 entries.
+        TypeError: it is a nested or a long list. References can be shared, so that a graph of a few kilobytes could
+            represent a list of 2**1000 entries.
     """
     if not isinstance(value, list | tuple):
         return value
-    if len(value) > MOST_PARTS or any(isinstance(part, list | tuple) for part in value):
-        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MOST_PARTS} of them")
+    if len(value) > MAX_PARTS or any(isinstance(part, list | tuple) for part in value):
+        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MAX_PARTS} of them")
     return tuple(value)
 
 
@@ -228,8 +228,8 @@ def _call(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if operation in ("size", "dim", "numel"):
         if not args or not isinstance(args[0], Tensor):
             raise TypeError("size, dim and numel require a tensor")
-        found = getattr(args[0], operation)(*args[1:], **kwargs)
-        return tuple(found) if isinstance(found, torch.Size) else found
+        result = getattr(args[0], operation)(*args[1:], **kwargs)
+        return tuple(result) if isinstance(result, torch.Size) else result
     if not any(isinstance(value, Tensor) for value in _flat([*args, *kwargs.values()])):
         return _arithmetic(operation, args)
     call = _TENSORS.get(operation) or getattr(torch, operation, None) or getattr(Tensor, operation)
@@ -245,7 +245,7 @@ _REFLECTED: Final = frozenset({"add", "sub", "mul", "truediv", "pow", "eq", "ne"
 
 
 def _arithmetic(operation: str, args: Sequence[Any]) -> Any:
-    """Compute with plain numbers, which come from shapes."""
+    """Compute with plain numbers, which are parts of shapes."""
     numbers = all(isinstance(value, int | float) and abs(value) <= _LARGEST for value in args)
     if operation not in _NUMBERS or not numbers:
         raise TypeError("at least one argument must be a tensor")
@@ -262,21 +262,21 @@ def _item(value: Any, index: Any) -> Any:
 
 
 def _cells(node: Node, values: Sequence[Any]) -> int:
-    """Return about how many numbers a step makes, before it makes them."""
+    """Estimate how many values a node creates, before its evaluation."""
     tensors = [value for value in _flat(values) if isinstance(value, Tensor)]
     if node.operation in POINTWISE | FOLDING:
         try:
             return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
         except RuntimeError:
-            return 0  # the step itself says what does not fit
+            return 0  # the evaluation raises the error
     return sum(tensor.numel() for tensor in tensors)
 
 
 def _flat(values: Any) -> list[Any]:
-    found: list[Any] = []
+    flat: list[Any] = []
     for value in values:
-        found.extend(_flat(value) if isinstance(value, list | tuple) else [value])
-    return found
+        flat.extend(_flat(value) if isinstance(value, list | tuple) else [value])
+    return flat
 
 
 def _decoded(value: Any, known: Mapping[str, Any]) -> Any:
@@ -301,14 +301,14 @@ SECONDS: Final = Limits().graph_seconds
 
 
 class CustomLoss(Loss):
-    """A loss of one row at a time, as its client traced it; a batch's loss is their sum.
+    """A loss of one row at a time, traced by the client; the loss of a batch is the sum over its rows.
 
-    The gradient of a row is computed with its loss, so that memory holds the steps of one row at a time and the time
-    limit covers the backward pass, too.
+    The gradient of a row is computed together with its loss, so that memory holds the nodes of only one row and the
+    time limit includes the backward pass.
 
     Args:
         graph: the loss.
-        budget: of the operation; None has the default time and counts no rows.
+        budget: of the operation; None has the default time limit and does not limit steps.
     """
 
     def __init__(self, graph: LossGraph, budget: Budget | None = None) -> None:
@@ -326,11 +326,11 @@ class CustomLoss(Loss):
             given = {"logprobs": scores}
             for name, rank in self.graph.inputs[1:]:
                 given[name] = self._input(inputs, kwargs, name, row, shape, rank).to(logps.device)
-            loss, gradient, said = value_and_gradient(self.graph, given, "logprobs", self.budget)
+            loss, gradient, row_metrics = value_and_gradient(self.graph, given, "logprobs", self.budget)
             if gradient is not None:
                 loss = _Known.apply(scores, loss, gradient)  # type: ignore[no-untyped-call]
             total = total + loss
-            for name, value in said.items():
+            for name, value in row_metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
         return LossOutput(total, 1.0, metrics)
 
@@ -345,7 +345,7 @@ class CustomLoss(Loss):
 
 
 class _Known(torch.autograd.Function):
-    """A scalar whose gradient with respect to a tensor was computed before."""
+    """A scalar with a known gradient with respect to a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -353,21 +353,21 @@ class _Known(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *outside: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return outside[0] * gradient, None, None
+        return grad_outputs[0] * gradient, None, None
 
 
 def build(config: Mapping[str, float | str], rows: Rows, seconds: float = SECONDS) -> CustomLoss:
-    """Return the loss that a pass names by its id, and give the rows what it needs.
+    """Build the custom loss of a request, and add the inputs that it needs to the rows.
 
     Args:
-        config: of the request, with the loss's id.
+        config: options of the request, with the id of the loss.
         rows: of the request.
-        seconds: that the loss of all rows may take, backward included.
+        seconds: time limit for all rows, backward included.
 
     Raises:
-        UserError: there is no such id, the rows lack an input or have one of another rank, or there are too many steps.
+        UserError: the id is invalid, an input is missing or has another rank, or there are too many steps.
     """
     try:
         graph = read_loss_id(str(config.get("loss_id", "")))
@@ -375,16 +375,16 @@ def build(config: Mapping[str, float | str], rows: Rows, seconds: float = SECOND
         raise UserError(f"loss_fn {CUSTOM!r}: {error}") from error
     for name, rank in graph.inputs:
         if name in ("logprobs", "target_tokens"):
-            found = [len(shape) for shape in rows.shapes]
+            ranks = [len(shape) for shape in rows.shapes]
         elif name == "weights":
-            found = [rank if "loss_scale" in feature else -1 for feature in rows.features]
+            ranks = [rank if "loss_scale" in feature else -1 for feature in rows.features]
         else:
-            found = [array.ndim for array in rows.inputs.get(name, ())] or [-1]
-            found = [0 if one == 1 and rank == 0 else one for one in found]
-        if any(one != rank for one in found):
-            odd = next(number for number, one in enumerate(found) if one != rank)
-            what = "is missing" if found[odd] < 0 else f"has {found[odd]} dimensions"
-            raise UserError(f"datum {odd}: the loss_fn_input {name!r} {what}; the loss takes it with {rank}")
+            ranks = [array.ndim for array in rows.inputs.get(name, ())] or [-1]
+            ranks = [0 if found == 1 and rank == 0 else found for found in ranks]
+        if any(found != rank for found in ranks):
+            datum = next(number for number, found in enumerate(ranks) if found != rank)
+            problem = "is missing" if ranks[datum] < 0 else f"has {ranks[datum]} dimensions"
+            raise UserError(f"datum {datum}: the loss_fn_input {name!r} {problem}; the loss takes it with {rank}")
     budget = Budget(seconds, len(graph.nodes), len(rows.shapes))
     budget.check_steps()
     used = {name for name, _ in graph.inputs}
@@ -394,7 +394,7 @@ def build(config: Mapping[str, float | str], rows: Rows, seconds: float = SECOND
 
 
 def _cut(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a row without what fills it up: `[n]` or `[n, K]` of `[T]` or `[T, K']`."""
+    """Return a row without its padding: `[n]` or `[n, K]` of `[T]` or `[T, K']`."""
     sizes = [int(size) for size in shape]
     cut = values[: sizes[0]]
     if cut.dim() == 2:

@@ -1,17 +1,17 @@
-"""Losses of plugins, computed in processes of their own, so that one that hangs or crashes costs its tenant only."""
+"""Worker processes for losses of plugins, so that a loss that hangs or crashes affects only its tenant."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What the losses of plugins may take.
+    """Limits of worker processes.
 
     Attributes:
-        seconds: that the loss of one operation may take, all its micro-batches together.
-        memory: bytes that a worker may allocate beyond those that it begins with.
-        start: seconds that the import of a plugin may take.
-        warm: idle workers that are kept.
+        seconds: time limit of the loss of one operation, all its micro-batches together.
+        memory: bytes that a worker may allocate after its start.
+        start: time limit of the import of a plugin in seconds.
+        warm: maximum number of idle workers that are kept.
     """
 
     seconds: float = 10.0

@@ -1,4 +1,4 @@
-"""The engine's end of one process of the tree: frames within a deadline, its memory, and how it ended."""
+"""The engine's end of a worker process: frames with deadlines, memory limit, and exit status."""
 
 import contextlib
 import os
@@ -14,22 +14,22 @@ from typing import Any, Final
 from twinkle_server.engine.losses.workers.frames import HEADER, BadFrame, pack, unpack
 
 _TICK: Final = 0.05
-"""Seconds between two looks at the memory of a process that computes."""
+"""Seconds between two checks of the memory of a process that computes."""
 _TRANSFER: Final = 5.0
-"""Seconds for which an answer may still flow when its time is over: the engine may have been busy until then."""
+"""Seconds after the deadline in which a response may still be transferred: the engine may have been busy."""
 _CHUNK: Final = 2**20
 _MOST_TEXT: Final = 2**20
 _LEAST_BODY: Final = 2**20
-"""Bytes of tensors that an answer may have though less was sent; gradients are no larger than what they are of."""
+"""Minimum limit for the tensors of a response in bytes; gradients are at most as large as the tensors sent."""
 _LATE: Final = "did not answer in time"
 _LINUX: Final = sys.platform.startswith("linux")
 
 
 class Ended(Exception):
-    """A process is gone, or must go: it crashed, took too long or too much memory, or answers nonsense.
+    """A process has ended or must be ended: it crashed, exceeded a limit, or sent an invalid response.
 
     Attributes:
-        slow: it ran into a deadline, which another time it may not.
+        slow: whether it exceeded a deadline, which a retry may not.
     """
 
     def __init__(self, what: str, *, slow: bool = False) -> None:
@@ -38,12 +38,12 @@ class Ended(Exception):
 
 
 class Child:
-    """One process, seen from the engine.
+    """A worker process, as seen by the engine.
 
     Args:
-        link: to it; the other end was given to it.
-        parent: that forks it and knows how it ended; None for the first, which the engine has started itself.
-        memory: bytes that it may have resident, beyond those that it had when it began.
+        link: socket to the process, which has the other end.
+        parent: the process that forks it and reaps it; None for the first, which the engine starts itself.
+        memory: limit for its resident memory in bytes, beyond that at its start.
         started: ends the first process, and returns its exit status.
     """
 
@@ -59,14 +59,14 @@ class Child:
         self._base: int | None = None
         self._most_body = _LEAST_BODY
         self.pid: int | None = None
-        self.gone = False
+        self.ended = False
 
     @classmethod
     def fork(cls, parent: "Child", memory: int, until: float) -> "Child":
-        """Fork a process from another; it is not waited for.
+        """Fork a process from another, without waiting for it.
 
         Raises:
-            Ended: the other is gone.
+            Ended: the parent has ended.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -79,10 +79,10 @@ class Child:
         return cls(ours, parent, memory)
 
     def send(self, request: Mapping[str, Any], until: float, descriptor: int | None = None) -> None:
-        """Send a frame whole.
+        """Send a frame.
 
         Raises:
-            Ended: the process is gone, or does not take it in time.
+            Ended: the process has ended, or does not accept the frame in time.
         """
         frame = memoryview(pack(request))
         self._most_body = max(self._most_body, len(frame))
@@ -91,15 +91,15 @@ class Child:
             try:
                 frame = frame[socket.send_fds(self._link, [frame[: HEADER.size]], [descriptor]) :]
             except OSError as error:
-                raise Ended("is gone") from error
+                raise Ended("has ended") from error
         self._out = frame
         self._pump(until, lambda: not self._out)
 
     def receive(self, until: float, wanted: Callable[[Mapping[str, Any]], bool] = lambda frame: True) -> dict[str, Any]:
-        """Return the next frame that is wanted; others are dropped.
+        """Return the next frame that is wanted; other frames are dropped.
 
         Raises:
-            Ended: the process is gone, has sent no such frame in time, has too much memory, or sends something else.
+            Ended: the process has ended, is late, exceeds its memory limit, or sends an invalid frame.
         """
         last = max(until, time.monotonic()) + _TRANSFER
         while time.monotonic() < last:
@@ -110,7 +110,7 @@ class Child:
         raise Ended(_LATE, slow=True)
 
     def settle(self, until: float) -> None:
-        """Wait until it has said which process it is.
+        """Wait for the process id of the process.
 
         Raises:
             Ended: see `receive`.
@@ -120,13 +120,13 @@ class Child:
         pid = self.receive(until).get("pid")
         expected = None if self._parent is None else self._parent.pid
         if not isinstance(pid, int) or (_LINUX and expected is not None and _status(pid).get("PPid") != expected):
-            raise Ended("did not say which process it is")
+            raise Ended("did not send its process id")
         self.pid = pid
         self._base = _resident(pid)
 
     @property
     def lost(self) -> bool:
-        """Whether it has closed its end of the socket."""
+        """Whether the process has closed its end of the socket."""
         try:
             self._pump(0.0, lambda: True, once=True)
         except Ended:
@@ -135,18 +135,18 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """Whether a frame has arrived that nobody has read."""
+        """Whether an unread frame has arrived."""
         with contextlib.suppress(Ended):
             self._pump(0.0, lambda: True, once=True)
         return bool(self._frames)
 
     def end(self) -> str:
-        """End it, if it has not ended by itself, and return how it did."""
-        if self.gone:
-            return "is gone"
+        """Kill the process if it has not ended, and return how it ended."""
+        if self.ended:
+            return "has ended"
         with contextlib.suppress(Ended):
-            self.settle(time.monotonic())  # who has not been asked for anything may not have been heard yet
-        self.gone = True
+            self.settle(time.monotonic())  # its process id may not have been read yet
+        self.ended = True
         pid = self.pid
         if pid is not None:
             for kill in (os.killpg, os.kill) if self._parent is not None else (os.kill,):
@@ -159,7 +159,7 @@ class Child:
         if self._started is not None:
             return self._started()
         parent = self._parent
-        if parent is None or parent.gone or pid is None:
+        if parent is None or parent.ended or pid is None:
             return None
         until = time.monotonic() + 3.0
         try:
@@ -170,17 +170,17 @@ class Child:
         return status if isinstance(status, int) else None
 
     def _pump(self, until: float, done: Callable[[], bool], *, once: bool = False, last: float | None = None) -> None:
-        """Send and receive until `done`; a process that waits until its answer is read is never waited for in vain.
+        """Send and receive until `done`; does both at once, so that neither end blocks the other.
 
         Args:
-            until: when it must be done, unless bytes flow.
-            done: says whether it is.
-            once: look once, and wait for nothing.
-            last: when it must be done though bytes flow.
+            until: deadline, unless data is being transferred.
+            done: whether to return.
+            once: poll once without waiting.
+            last: deadline even if data is being transferred.
         """
         last = max(until, time.monotonic()) + _TRANSFER if last is None else last
         poll = select.poll()
-        while not self.gone:
+        while not self.ended:
             if not once and done():
                 return
             poll.register(self._link, select.POLLIN | (select.POLLOUT if self._out else 0))
@@ -199,7 +199,7 @@ class Child:
                     raise Ended(_LATE, slow=True)
             elif time.monotonic() > last:
                 raise Ended(_LATE, slow=True)
-        raise Ended("is gone")
+        raise Ended("has ended")
 
     def _write(self) -> None:
         try:
@@ -207,7 +207,7 @@ class Child:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Ended("is gone") from error
+            raise Ended("has ended") from error
 
     def _read(self) -> None:
         try:
@@ -215,9 +215,9 @@ class Child:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Ended("is gone") from error
+            raise Ended("has ended") from error
         if not data:
-            raise Ended("is gone")
+            raise Ended("has ended")
         self._in += data
         while len(self._in) >= HEADER.size:
             text, body = HEADER.unpack_from(self._in)
@@ -234,36 +234,36 @@ class Child:
             del self._in[:end]
 
     def check(self) -> None:
-        """Compare its memory with its limit.
+        """Check the memory limit.
 
         Raises:
-            Ended: it has more, or it is gone and something else holds its end of the socket.
+            Ended: the process exceeds it, or has ended while another process holds its end of the socket.
         """
         if not _LINUX or self.pid is None or self._base is None:
             return
         status = _status(self.pid)
         if status.get("State", "Z") == "Z":
-            raise Ended("is gone")
+            raise Ended("has ended")
         if _anonymous(status) - self._base > self._memory:
             raise Ended(more_memory(self._memory))
 
 
 def more_memory(limit: int) -> str:
-    """Return what is said of a process that takes more memory than its limit."""
+    """Return the error text for a process that exceeds its memory limit."""
     return f"took more than {limit / 2**20:.0f} MiB of memory, the limit of this service"
 
 
 def _status(pid: int) -> dict[str, Any]:
-    """Return what `/proc` says of a process; nothing if it is gone."""
+    """Return fields of `/proc/PID/status`; empty if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
     except OSError:
         return {}
-    found = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     return {
-        "State": found.get("State", "Z")[:1],
-        "PPid": int(found.get("PPid", "0")),
-        **{name: int(found.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "RssShmem")},
+        "State": fields.get("State", "Z")[:1],
+        "PPid": int(fields.get("PPid", "0")),
+        **{name: int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "RssShmem")},
     }
 
 
@@ -276,7 +276,7 @@ def _resident(pid: int) -> int | None:
 
 
 def _how(status: int | None) -> str:
-    """Return how a process ended, for people."""
+    """Describe an exit status."""
     if status is None:
         return "ended"
     if status >= 0:

@@ -1,6 +1,6 @@
-"""Frames between the engine and a loss worker: a JSON head, and the bytes of its tensors behind it.
+"""Frames between the engine and a loss worker: a JSON head, followed by the bytes of its tensors.
 
-Nothing is unpickled: what a worker answers is data, whatever the plugin in it does.
+Nothing is unpickled, so that a plugin in a worker can send only data.
 """
 
 import json
@@ -28,14 +28,14 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class BadFrame(Exception):
-    """What arrived is not a frame."""
+    """The received bytes are not a valid frame."""
 
 
 def pack(head: Mapping[str, Any]) -> bytes:
-    """Return a frame: tensors and arrays as their bytes, everything else as JSON.
+    """Serialize a frame: tensors and arrays as bytes, everything else as JSON.
 
     Raises:
-        ArgumentError: a value is of a type that frames do not carry.
+        ArgumentError: a value has a type that frames do not support.
     """
     body = _Body()
     text = json.dumps({key: _packed(value, body) for key, value in head.items()}).encode()
@@ -43,10 +43,10 @@ def pack(head: Mapping[str, Any]) -> bytes:
 
 
 def unpack(text: bytes | bytearray, body: bytearray) -> dict[str, Any]:
-    """Return what `pack` was given; tensors share the memory of `body`.
+    """Parse a frame; its tensors share the memory of `body`.
 
     Raises:
-        BadFrame: the bytes are something else.
+        BadFrame: the bytes are not a valid frame.
     """
     try:
         fields = json.loads(text)
@@ -63,12 +63,12 @@ class _Body:
         self.size = 0
 
     def add(self, values: Any) -> int:
-        """Append an array of bytes, and return where it begins."""
-        at = self.size
-        missing = -len(values) % _ALIGNED
-        self.pieces += [memoryview(values), bytes(missing)]
-        self.size += len(values) + missing
-        return at
+        """Append an array of bytes, and return its offset."""
+        offset = self.size
+        padding = -len(values) % _ALIGNED
+        self.pieces += [memoryview(values), bytes(padding)]
+        self.size += len(values) + padding
+        return offset
 
 
 def _packed(value: Any, body: _Body) -> Any:
@@ -93,31 +93,31 @@ def _packed(value: Any, body: _Body) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {_MAPPING: {str(key): _packed(one, body) for key, one in value.items()}}
+        return {_MAPPING: {str(key): _packed(item, body) for key, item in value.items()}}
     if isinstance(value, list | tuple):
-        return [_packed(one, body) for one in value]
-    raise ArgumentError(f"a loss worker takes tensors, arrays, numbers and texts, got a {type(value).__name__}")
+        return [_packed(item, body) for item in value]
+    raise ArgumentError(f"a loss worker takes tensors, arrays, numbers and strings, got a {type(value).__name__}")
 
 
 def _unpacked(value: Any, body: bytearray) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one, body) for one in value]
-    if isinstance(value, str):  # what a plugin raised may hold halves of surrogate pairs, which no log can write
+        return [_unpacked(item, body) for item in value]
+    if isinstance(value, str):  # errors of plugins may contain lone surrogates, which cannot be logged
         return value.encode("utf-8", "replace").decode()
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
     if kind == _MAPPING:
-        return {key: _unpacked(one, body) for key, one in content.items()}
-    name, shape, at = content
+        return {key: _unpacked(item, body) for key, item in content.items()}
+    name, shape, offset = content
     count = int(np.prod(shape, dtype=np.int64))
-    if at < 0 or count < 0:
+    if offset < 0 or count < 0:
         raise ValueError("a tensor exceeds the frame")
     if kind == _TENSOR:
         dtype = _DTYPES[name]
         return (
-            torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+            torch.frombuffer(body, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
         ).view(shape)
     if kind == _ARRAY:
-        return np.frombuffer(body, np.dtype(name), count, at).reshape(shape)
+        return np.frombuffer(body, np.dtype(name), count, offset).reshape(shape)
     raise ValueError(f"unknown kind of value {kind!r}")

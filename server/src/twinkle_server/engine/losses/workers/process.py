@@ -1,7 +1,7 @@
 """`python -m twinkle_server.engine.losses.workers.process DESCRIPTOR`: a process that computes losses of plugins.
 
 The first process imports torch and forks; each of its children imports one plugin and forks again, and their children
-compute. So a process that was ended is replaced in milliseconds, and most of the memory of all of them is shared.
+compute. A process that was ended is thus replaced in milliseconds, and the processes share most of their memory.
 """
 
 import ctypes
@@ -16,17 +16,17 @@ from typing import Any, Final
 
 _REAP_SECONDS: Final = 2.0
 _GRACE: Final = {"first": 1.0, "fork": 0.2}
-"""Seconds in which children end by themselves once the engine is gone; those of the first have children too."""
+"""Seconds in which children may end by themselves after the engine; those of the first process have children, too."""
 _PR_SET_PDEATHSIG: Final = 1
 _LINUX: Final = sys.platform.startswith("linux")
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the other end of the socket is closed."""
+    """Serve until the engine closes the socket."""
     if len(arguments) != 1 or not arguments[0].isdigit():
         sys.exit("usage: python -m twinkle_server.engine.losses.workers.process DESCRIPTOR; the engine starts it")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to every process; the closed socket ends this one
+        signal.signal(number, signal.SIG_IGN)  # terminals send these to all processes; the closed socket ends this one
     _yield_to_others()
     from twinkle_server.engine.losses.workers.calls import import_all  # torch, numpy, the registry
 
@@ -37,11 +37,11 @@ def main(arguments: list[str]) -> None:
 
 
 class Process:
-    """One process of the tree: it forks, and the leaves of the tree compute losses.
+    """One process of the tree: inner ones fork, and the leaves compute losses.
 
     Args:
         link: to the engine.
-        grace: seconds that children have to end when the engine is gone.
+        grace: seconds in which its children may end by themselves after the engine.
     """
 
     def __init__(self, link: socket.socket, grace: float) -> None:
@@ -52,7 +52,7 @@ class Process:
         self._children: set[int] = set()
 
     def run(self) -> None:
-        """Say who this is, and do what the engine asks until it closes the socket."""
+        """Send the process id, and handle requests until the engine closes the socket."""
         from twinkle_server.engine.losses.workers.frames import HEADER, unpack
 
         self._send({"pid": os.getpid()})
@@ -72,9 +72,9 @@ class Process:
         self._end_children()
 
     def _end_children(self) -> None:
-        """Let children end, which see the same closed sockets; then end them, and whatever they have started."""
+        """Wait until the children end, which see their sockets closed; then kill them and their process groups."""
         end = time.monotonic() + self._grace
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT  # their numbers stay theirs until their groups are gone
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps process ids reserved until their groups are killed
         while time.monotonic() < end and any(os.waitid(os.P_PID, pid, how) is None for pid in self._children):
             time.sleep(0.005)
         for child in self._children:
@@ -97,7 +97,7 @@ class Process:
             os._exit(status)
 
     def _reap(self, pid: int) -> dict[str, Any]:
-        """Return how a child ended; the engine has killed it if it was still there."""
+        """Return the exit status of a child, which the engine has killed if necessary."""
         end = time.monotonic() + _REAP_SECONDS
         while pid in self._children:
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -115,7 +115,7 @@ class Process:
         self._link.sendall(pack(answer))
 
     def _receive(self, size: int) -> tuple[bytes, list[int]] | None:
-        """Return the header of a frame, and the descriptors that came with it."""
+        """Return the header of a frame, and the descriptors received with it."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._link, size, 1)
         except OSError:
@@ -139,7 +139,7 @@ class Process:
 
 
 def _yield_to_others() -> None:
-    """Have the kernel end this tree before others when the machine runs out of memory, and write no core files."""
+    """Make the kernel kill this tree first when the machine runs out of memory, and disable core files."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -149,11 +149,11 @@ def _yield_to_others() -> None:
 
 
 def _separate(parent: int, memory: int) -> None:
-    """Make a fork a process of its own: its own group, no output, its limit of memory; it ends with its parent.
+    """Isolate a fork: its own process group, no output, a memory limit; it ends with its parent.
 
     Args:
-        parent: number of the process that forked it.
-        memory: bytes that it may allocate beyond those that it has.
+        parent: process id of the parent.
+        memory: bytes that it may allocate beyond its present memory.
     """
     import resource
 

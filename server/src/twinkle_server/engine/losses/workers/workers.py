@@ -1,6 +1,6 @@
-"""`LossWorkers`: the processes of a service's plugin losses, started, limited, replaced, and asked.
+"""`LossWorkers`: the worker processes for losses of plugins: started, limited, and replaced.
 
-`WorkerLoss` is a loss as the pool sees it, whose value and gradients another process computes.
+`WorkerLoss` is a loss whose value and gradients are computed in another process.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from twinkle_server.engine.losses.workers.child import Child, Ended, more_memory
 from twinkle_server.environment import scrubbed
 
 _NOT_SENT: Final = ("logits", "embeddings", "aux_loss", "routed_experts")
-"""Outputs that are as large as the model's own tensors, or none of a loss on labels."""
+"""Outputs that are not sent, because they are as large as the model's own tensors or not used by losses on labels."""
 _SEED: Final = 1_000_003
 _INSPECT: Final = {
     "POSITIONAL_ONLY": inspect.Parameter.POSITIONAL_ONLY,
@@ -45,10 +45,10 @@ _INSPECT: Final = {
 
 
 class Remote(Protocol):
-    """The loss of one operation, in its process."""
+    """The loss of one operation in a worker process."""
 
     def begin(self, request: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Send a call, and return a function that waits for its answer."""
+        """Send a call; return a function that waits for the response."""
 
 
 class WorkerLoss(Loss):
@@ -57,11 +57,11 @@ class WorkerLoss(Loss):
     Args:
         remote: the worker's end.
         what: the loss and its plugin, for errors.
-        description: what the worker says of the loss: its name, its parameters, and the attributes of `Loss`.
-        number: of the operation; random numbers that the loss draws follow from it.
+        description: name, parameters and attributes of the loss, as reported by the worker.
+        number: number of the operation, the seed of random numbers of the loss.
 
     Raises:
-        UserError: the loss asks for whole logits.
+        UserError: the loss requires full logits.
     """
 
     def __init__(self, remote: Remote, what: str, description: Mapping[str, Any], number: int) -> None:
@@ -79,7 +79,7 @@ class WorkerLoss(Loss):
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         """Compute the loss of one micro-batch; see `Loss`."""
-        return self.start(inputs, outputs, **kwargs)()  # type: ignore[return-value]  # the older form is read too
+        return self.start(inputs, outputs, **kwargs)()  # type: ignore[return-value]  # the older form is valid, too
 
     def start(
         self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any
@@ -123,8 +123,8 @@ class WorkerLoss(Loss):
         return LossOutput(value, answer["denominator"], answer["metrics"])
 
     def _attached(self, value: Tensor, gradients: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss with the worker's gradients behind it."""
-        found: list[Tensor | None] = []
+        """Return the loss with the gradients of the worker attached."""
+        grads: list[Tensor | None] = []
         for name, output in outputs.items():
             gradient = gradients.get(name)
             if gradient is not None:
@@ -133,14 +133,14 @@ class WorkerLoss(Loss):
                 if not bool(torch.isfinite(gradient).all()):
                     raise NonFiniteError(f"the gradient of {self._what} is not finite")
                 gradient = gradient.to(output.device)
-            found.append(gradient)
+            grads.append(gradient)
         first = next(iter(outputs.values()))
-        attached: Tensor = _attach(value.to(first.device), found, *outputs.values())
+        attached: Tensor = _attach(value.to(first.device), grads, *outputs.values())
         return attached
 
 
 class _Attached(torch.autograd.Function):
-    """A number with known gradients with respect to tensors."""
+    """A scalar with known gradients with respect to tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *outputs: Tensor) -> Tensor:
@@ -149,30 +149,30 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(None if one is None else above.to(one.dtype) * one for one in ctx.gradients))
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(None if grad is None else grad_output.to(grad.dtype) * grad for grad in ctx.gradients))
 
 
 _attach: Any = _Attached.apply
 
 
 def _signature(parameters: Sequence[Sequence[Any]]) -> inspect.Signature:
-    """Return the signature of a loss; arguments with defaults have some default."""
-    found = []
+    """Return the signature of a loss; optional arguments get None as default."""
+    arguments = []
     for name, kind, required in parameters:
         default = inspect.Parameter.empty if required else None
-        found.append(inspect.Parameter(name, _INSPECT[kind], default=default))
-    return inspect.Signature(found)
+        arguments.append(inspect.Parameter(name, _INSPECT[kind], default=default))
+    return inspect.Signature(arguments)
 
 
 _log = logging.getLogger(__name__)
 _MODULE: Final = "twinkle_server.engine.losses.workers.process"
 _PAUSE: Final = 30.0
-"""Seconds until a plugin whose import failed is imported again."""
-_FOR_NOBODY: Final = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
-"""Losses get tensors of the CPU; a context on a device would take memory of the model."""
+"""Seconds until the failed import of a plugin is retried."""
+_NO_DEVICES: Final = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+"""Losses get CPU tensors; a context on a device would take memory of the model."""
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A process with threads cannot be forked safely; `torch.set_num_threads` sets the number of each call."""
+"""Processes with threads cannot be forked safely; `torch.set_num_threads` sets the number for each call."""
 _CLIENTS: Final = (
     "ArgumentError",
     "DataError",
@@ -186,22 +186,22 @@ _SIGKILL: Final = "was killed by SIGKILL"
 
 @dataclass(slots=True, eq=False)
 class _Plugin:
-    """A plugin: the process that has imported it, from which its workers are forked."""
+    """A plugin, and the process that has imported it, from which its workers are forked."""
 
     name: str
     specs: list[ComponentSpec]
     process: Child | None = None
     until: float = 0.0
-    """When its import must be over."""
+    """Deadline of its import."""
     loaded: bool = False
     failure: str = ""
     again: float = 0.0
-    """When an import that failed is tried again."""
+    """Time at which a failed import may be retried."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker of one queue and plugin; `call` is the number of the call that it computes."""
+    """The worker of one queue and plugin; `call` is the number of its current call."""
 
     process: Child
     call: int | None = None
@@ -209,14 +209,14 @@ class _Worker:
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """All processes."""
+    """All worker processes."""
 
     first: Child | None = None
     plugins: dict[str, _Plugin] = field(default_factory=dict)
     workers: dict[tuple[str, str], _Worker] = field(default_factory=dict)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         for worker in self.workers.values():
             worker.process.end()
         self.workers.clear()
@@ -228,7 +228,7 @@ class _Tree:
 
 
 class LossWorkers:
-    """Computes losses of plugins in processes of their own: one for each model and plugin.
+    """Computes losses of plugins in worker processes, one for each model and plugin.
 
     Args:
         limits: of a call, and of a worker.
@@ -241,7 +241,7 @@ class LossWorkers:
         self._close = weakref.finalize(self, self._tree.close)
 
     def prepare(self, specs: Sequence[ComponentSpec]) -> None:
-        """Begin to import the plugins of these losses; nothing is waited for."""
+        """Start importing the plugins of these losses, without waiting."""
         for spec in specs:
             self._plugin(spec).specs.append(spec)
         for plugin in self._tree.plugins.values():
@@ -255,15 +255,15 @@ class LossWorkers:
         self._close()
 
     def forget(self, queue_id: str) -> None:
-        """End the workers of a model that is gone."""
+        """End the workers of a removed model."""
         for key in [key for key in self._tree.workers if key[0] == queue_id]:
             self._tree.workers.pop(key).process.end()
 
     def keep(self, names: Collection[str]) -> None:
-        """End the processes of all plugins but some, and whatever runs in them.
+        """End the processes of all plugins except some.
 
         Args:
-            names: of the plugins that stay.
+            names: of the plugins to keep.
         """
         for key in [key for key in self._tree.workers if key[1] not in names]:
             self._tree.workers.pop(key).process.end()
@@ -273,17 +273,17 @@ class LossWorkers:
     def open(
         self, spec: ComponentSpec, config: Mapping[str, float | str], *, queue_id: str, number: int, weighted: bool
     ) -> WorkerLoss:
-        """Return the loss of an operation, which the worker of its model has built.
+        """Return the loss of an operation, built by the worker of its model.
 
         Args:
-            spec: which loss.
+            spec: the loss.
             config: its options.
             queue_id: the model.
-            number: of the operation.
-            weighted: the rows have weights other than 0 and 1, which the loss must read.
+            number: number of the operation.
+            weighted: whether the rows have weights other than 0 and 1, which the loss must read.
 
         Raises:
-            UserError: an option is wrong, or the worker failed; says how.
+            UserError: an option is invalid, or the worker failed.
         """
         how = {"operation": next(self._calls), "spec": fields_of(spec), "config": dict(config), "weighted": weighted}
         remote = _Remote(self, spec, queue_id, how)
@@ -291,32 +291,32 @@ class LossWorkers:
         return WorkerLoss(remote, what_of(spec), description, number)
 
     def worker(self, spec: ComponentSpec, queue_id: str) -> _Worker:
-        """Return the worker of a model and plugin, forked if there is none.
+        """Return the worker of a model and plugin; fork it if there is none.
 
         Raises:
             UserError: the plugin cannot be imported.
-            Ended: it cannot be forked.
+            Ended: the worker cannot be forked.
         """
         key = (queue_id, spec.dist)
-        found = self.find(spec, queue_id)
+        worker = self.find(spec, queue_id)
         self._tree.workers.pop(key, None)
-        if found is None:
-            found = _Worker(self._forked(self._plugin(spec)))
-        self._tree.workers[key] = found  # the latest is the last
-        idle = [key for key, worker in self._tree.workers.items() if worker.call is None and worker is not found]
+        if worker is None:
+            worker = _Worker(self._forked(self._plugin(spec)))
+        self._tree.workers[key] = worker  # ordered by last use
+        idle = [key for key, other in self._tree.workers.items() if other.call is None and other is not worker]
         for old in idle[: max(0, len(self._tree.workers) - self.limits.warm)]:
             self._tree.workers.pop(old).process.end()
-        return found
+        return worker
 
     def find(self, spec: ComponentSpec, queue_id: str) -> _Worker | None:
-        """Return the worker of a model and plugin, if there is one that runs."""
-        found = self._tree.workers.get((queue_id, spec.dist))
-        if found is not None and found.call is None and found.process.lost:
-            found.process.end()  # it ended while nobody asked it for anything
-        return None if found is None or found.process.gone else found
+        """Return the running worker of a model and plugin, if there is one."""
+        worker = self._tree.workers.get((queue_id, spec.dist))
+        if worker is not None and worker.call is None and worker.process.lost:
+            worker.process.end()  # it ended while idle
+        return None if worker is None or worker.process.ended else worker
 
     def number(self) -> int:
-        """Return the number of a new call."""
+        """Return a new call number."""
         return next(self._calls)
 
     def _plugin(self, spec: ComponentSpec) -> _Plugin:
@@ -341,14 +341,14 @@ class LossWorkers:
         """Return the process that has imported a plugin.
 
         Raises:
-            UserError: it cannot be imported, or is imported again at the moment.
+            UserError: the import failed, or is being retried.
         """
         again = bool(plugin.failure)
         if again and time.monotonic() < plugin.again:
             raise _passing(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
         try:
             process = plugin.process
-            if process is None or process.gone:
+            if process is None or process.ended:
                 process = self._launch(plugin)
             if not plugin.loaded:
                 if again and not process.ready and time.monotonic() < plugin.until:
@@ -357,33 +357,30 @@ class LossWorkers:
                 process.receive(plugin.until, lambda frame: frame.get("id") == 0)
                 plugin.loaded, plugin.failure = True, ""
         except Ended as error:
-            how = self._drop(plugin)
-            what = (
-                f"took longer than {self.limits.start:g} s"
-                if error.slow
-                else how
-                if str(error) == "is gone"
-                else str(error)
-            )
-            self._failed(plugin, what)
-            raise _passing(plugin.failure)  # noqa: B904  # it has a cause of its own
+            end = self._drop(plugin)
+            if error.slow:
+                reason = f"took longer than {self.limits.start:g} s"
+            else:
+                reason = end if str(error) == "has ended" else str(error)
+            self._failed(plugin, reason)
+            raise _passing(plugin.failure)  # noqa: B904  # it has its own cause
         return process
 
-    def _failed(self, plugin: _Plugin, what: str) -> None:
-        plugin.failure = f"the plugin {plugin.name!r} cannot be loaded: its worker process {what}"
+    def _failed(self, plugin: _Plugin, reason: str) -> None:
+        plugin.failure = f"the plugin {plugin.name!r} cannot be loaded: its worker process {reason}"
         plugin.again = time.monotonic() + _PAUSE
         _log.error("%s", plugin.failure)
 
     def _drop(self, plugin: _Plugin) -> str:
         process, plugin.process, plugin.loaded = plugin.process, None, False
-        return "is gone" if process is None else process.end()
+        return "has ended" if process is None else process.end()
 
     def _launch(self, plugin: _Plugin) -> Child:
-        """Fork a process, and have it import a plugin; the answer is awaited where it is needed."""
+        """Fork a process and make it import a plugin; its response is awaited where it is needed."""
         plugin.until = time.monotonic() + self.limits.start
         plugin.loaded = False
         first = self._tree.first
-        if first is None or first.gone:
+        if first is None or first.ended:
             first = self._tree.first = _first()
         try:
             process = Child.fork(first, self.limits.memory, plugin.until)
@@ -404,28 +401,28 @@ class _Remote:
         self._left = workers.limits.seconds
 
     def begin(self, request: Mapping[str, Any], do: str = "call") -> Callable[[], dict[str, Any]]:
-        """Send a call unless the worker computes another; return a function that waits for the answer."""
+        """Send a call unless the worker is busy; return a function that waits for the response."""
         number = self._workers.number()
         frame = {"do": do, "id": number, **self._how, **request}
         sent = None if self._busy() else self._send(frame)
         return lambda: self._receive(number, *(sent or self._send(frame)))
 
     def _busy(self) -> bool:
-        found = self._workers.find(self._spec, self._queue)
-        return found is not None and found.call is not None
+        worker = self._workers.find(self._spec, self._queue)
+        return worker is not None and worker.call is not None
 
     def _send(self, frame: Mapping[str, Any]) -> tuple[_Worker, float]:
         """Send a call, and return its worker and its deadline."""
         worker: _Worker | None = None
         try:
-            worker = self._workers.worker(self._spec, self._queue)  # a plugin that is being imported has its own limit
+            worker = self._workers.worker(self._spec, self._queue)  # importing a plugin has its own limit
             until = time.monotonic() + self._left
             worker.process.send(frame, until)
             worker.call = frame["id"]
         except Ended as error:
-            raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
-        except OSError as error:  # no descriptor, process or memory is left to start one with
-            raise self._said(f"could not be started: {error.strerror}", passing=True)  # noqa: B904
+            raise self._failure(error, worker)  # noqa: B904  # it has its own cause
+        except OSError as error:  # out of descriptors, processes or memory
+            raise self._error(f"could not be started: {error.strerror}", passing=True)  # noqa: B904
         return worker, until
 
     def _receive(self, number: int, worker: _Worker, until: float) -> dict[str, Any]:
@@ -433,7 +430,7 @@ class _Remote:
         try:
             answer = worker.process.receive(until, lambda frame: frame.get("id") == number)
         except Ended as error:
-            raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
+            raise self._failure(error, worker)  # noqa: B904  # it has its own cause
         finally:
             self._left = max(0.0, self._left - (time.monotonic() - begin))
             if worker.call == number:
@@ -443,31 +440,31 @@ class _Remote:
         return answer
 
     def _failure(self, error: Ended, worker: _Worker | None) -> UserError:
-        """End a worker and return what the client is told."""
-        how = "is gone" if worker is None else worker.process.end()
-        what = str(error)
-        passing = error.slow or worker is None or what == more_memory(self._workers.limits.memory)
+        """End a worker, and return the error for the client."""
+        end = "has ended" if worker is None else worker.process.end()
+        reason = str(error)
+        passing = error.slow or worker is None or reason == more_memory(self._workers.limits.memory)
         if error.slow:
-            what = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
-        elif what == "is gone":
-            what = f"crashed: its process {how}"
-            if how == _SIGKILL:
-                what, passing = f"{what} (by itself, or by the system for want of memory)", True
-        return self._said(what, passing)
+            reason = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
+        elif reason == "has ended":
+            reason = f"crashed: its process {end}"
+            if end == _SIGKILL:
+                reason, passing = f"{reason} (by itself, or by the system because memory ran out)", True
+        return self._error(reason, passing)
 
-    def _said(self, what: str, passing: bool = False) -> UserError:
-        text = f"{what_of(self._spec)} {what}; nothing of this operation was kept, and the weights are as they were"
+    def _error(self, reason: str, passing: bool = False) -> UserError:
+        text = f"{what_of(self._spec)} {reason}; this operation had no effect, and the weights are unchanged"
         _log.warning("%s", text)
         return _passing(text) if passing else UserError(text)
 
     def _raised(self, error: Any, worker: _Worker) -> dict[str, Any]:
-        """Raise what a loss raised; a key that an output lacks is returned, for the caller knows more."""
+        """Raise the error of a loss; a missing key of the outputs is returned instead, for a better message."""
         if not isinstance(error, dict):
-            raise self._said("returned an invalid loss")
+            raise self._error("returned an invalid loss")
         kind, text = str(error.get("type")), str(error.get("text"))
         if error.get("memory"):
-            worker.process.end()  # what it holds may never be given back
-            raise self._said(more_memory(self._workers.limits.memory), passing=True)
+            worker.process.end()  # its memory may never be freed
+            raise self._error(more_memory(self._workers.limits.memory), passing=True)
         if error.get("own"):
             if kind in _CLIENTS:
                 raise getattr(twinkle.errors, kind)(text)
@@ -476,26 +473,26 @@ class _Remote:
         _log.warning("%s raised:\n%s", what_of(self._spec), error.get("log"))
         if isinstance(error.get("key"), str):
             return {"key": error["key"]}
-        raise self._said(f"raised {kind}: {text}" if text else f"raised {kind}")
+        raise self._error(f"raised {kind}: {text}" if text else f"raised {kind}")
 
 
 def _passing(text: str) -> UserError:
-    """Return an error of which a replay may be tried again: the operation succeeded before, and may do so again."""
+    """Return a temporary error: a replay may be retried, since the operation succeeded before."""
     error = UserError(text)
     error.__cause__ = CapacityError(text)
     return error
 
 
 def what_of(spec: ComponentSpec) -> str:
-    """Return how errors call a loss."""
+    """Return the description of a loss for errors."""
     return f"loss_fn {spec.name!r} of plugin {spec.dist!r}"
 
 
 def _first() -> Child:
-    """Start the process that all others are forked from, with one socket and without what is secret."""
+    """Start the process from which all others are forked, with one inherited socket and without secrets."""
     ours, theirs = socket.socketpair()
     try:
-        environment = scrubbed(os.environ) | _FOR_NOBODY | _ONE_THREAD
+        environment = scrubbed(os.environ) | _NO_DEVICES | _ONE_THREAD
         environment.pop("FAILPOINT", None)
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         process = subprocess.Popen(

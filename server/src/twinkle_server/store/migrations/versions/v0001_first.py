@@ -225,12 +225,12 @@ _STATEMENTS = (
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     for statement in _STATEMENTS:
         op.execute(statement)
 
 
 def downgrade() -> None:
-    """Remove everything."""
+    """Drop all tables."""
     for table in reversed(_TABLES):
         op.drop_table(table)

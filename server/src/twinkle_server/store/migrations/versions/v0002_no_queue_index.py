@@ -1,4 +1,4 @@
-"""Without the index of a tenant's waiting operations: the service counts those in memory, and each row paid for it."""
+"""Drop the index of a tenant's pending operations: the service counts them in memory."""
 
 from alembic import op
 
@@ -7,10 +7,10 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Remove it."""
+    """Drop the index."""
     op.execute("DROP INDEX operations_queued")
 
 
 def downgrade() -> None:
-    """Make it again."""
+    """Create the index."""
     op.execute("CREATE INDEX operations_queued ON operations (tenant) WHERE status = 'pending'")

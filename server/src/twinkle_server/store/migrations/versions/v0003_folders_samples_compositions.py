@@ -1,7 +1,7 @@
-"""Folders that rows named, sampling operations that training may name, and how passes were composed.
+"""Add folders named by rows, recorded sampling operations, and compositions of passes.
 
-Upkeep tells folders that a row once named from folders that no row ever named. Results of recorded sampling operations
-are kept. Operations of before have no composition: their passes are composed again.
+Upkeep distinguishes folders that a row once named from others. Results of recorded sampling operations are kept longer.
+Older operations have no composition.
 """
 
 from alembic import op
@@ -11,7 +11,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Make the tables, and fill `folders` with the folders that rows name."""
+    """Create the tables, and fill `folders` with the folders that rows name."""
     op.execute("CREATE TABLE folders (folder VARCHAR NOT NULL, named FLOAT NOT NULL, PRIMARY KEY (folder))")
     op.execute(
         """
@@ -38,6 +38,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the tables."""
+    """Drop the tables."""
     for table in ("folders", "recorded", "compositions"):
         op.execute(f"DROP TABLE {table}")
