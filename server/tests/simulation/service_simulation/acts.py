@@ -449,7 +449,7 @@ async def look_at_status(world: World, clients: list[Client], draw: random.Rando
     demand(service.queue_state("x") == ("active", None), f"{service.queue_state('x')}")
     counts = status["engine_restarts"], status["queues"]
     demand(counts == (service.supervisor.restarts, len(service.dispatcher.queues)), f"{status}")
-    began = service.runtime_status._began
+    began = service.runtime_status._started
     demand(abs(status["up_seconds"] - (world.clock.wall() - began)) < 0.2, f"{status}")
     info = service.info
     demand((info.name, info.tokenizer) == ("ledger/model", world.settings.tokenizer or info.tokenizer), f"{info}")

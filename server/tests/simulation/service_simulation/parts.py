@@ -13,7 +13,7 @@ from service_simulation.disk import shared_engine
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock, Still, VirtualLoop, replaced_modules
 
-from twinkle_server.errors import Busy, NotFound
+from twinkle_server.errors import Busy, LeaseLost, NotFound
 from twinkle_server.operations import Future, Operation, Outcome
 from twinkle_server.runtime import arrivals as arrivals_module
 from twinkle_server.runtime import futures as futures_module
@@ -26,7 +26,6 @@ from twinkle_server.runtime.queues import TRANSITIONS, Closed, Gap, InFlight, Mo
 from twinkle_server.runtime.sessions import Heartbeats
 from twinkle_server.runtime.status import FORGOTTEN, LastPass
 from twinkle_server.store import database
-from twinkle_server.errors import LeaseLost
 
 FRAME = 512
 
@@ -331,14 +330,14 @@ async def share_room(clock: Clock, draw: random.Random) -> None:
         size, tenant = draw.choice([0, 10, limit - FRAME, limit]), draw.choice("abc")
         if what == "try":
             good = not waiting and fits(size)
-            demand(window.try_take(size) is good, f"room for {size} of {used}")
+            demand(window.try_acquire(size) is good, f"room for {size} of {used}")
             if good:
                 number = next(numbers)
                 used += size + FRAME
                 held[number] = size
         elif what == "take":
             number = next(numbers)
-            tasks[number] = asyncio.create_task(window.take(tenant, size))
+            tasks[number] = asyncio.create_task(window.acquire(tenant, size))
             if not waiting and fits(size):
                 used += size + FRAME
                 held[number] = size
@@ -347,7 +346,7 @@ async def share_room(clock: Clock, draw: random.Random) -> None:
         elif what == "give" and held:
             size = held.pop(draw.choice(sorted(held)))
             used -= size + FRAME
-            window.give(size)
+            window.release(size)
             grant()
         elif what == "cancel" and waiting:
             owner = draw.choice(list(waiting))
@@ -362,7 +361,7 @@ async def share_room(clock: Clock, draw: random.Random) -> None:
             size = held.pop(draw.choice(sorted(held)))
             used -= size + FRAME
             before = set(held)
-            window.give(size)
+            window.release(size)
             grant()
             for number in sorted(set(held) - before):
                 tasks[number].cancel()
@@ -527,14 +526,14 @@ async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
             elif what == "sleep":
                 await asyncio.sleep(draw.choice([0.5, 1.0, 3.0, 40.0]))
             elif what == "all" and draw.random() < 0.2:
-                arrivals.everybody_may_resend()
+                arrivals.expect_resends()
                 everybody = clock.now
             for name in ("ada", "bob", "eve", "zoe"):
                 mine = [since for owner, since, _, _ in running if owner == name]
                 last = clock.now if mine and clock.now - min(mine) > 1.0 else slow.get(name, never)
                 until = max(last + 10.0, again.get(name, never) + 35.0, everybody + 35.0)
                 demand(arrivals.expected_until(name, 10.0) == until, f"until when requests of {name} may come")
-            demand(len(arrivals._under_way) == len({owner for owner, _, _, _ in running}), "who is on the way")
+            demand(len(arrivals._active) == len({owner for owner, _, _, _ in running}), "who is on the way")
 
 
 # Turns of the engine
@@ -565,7 +564,7 @@ async def count_turns(clock: Clock, draw: random.Random) -> None:
         elif what == "sleep":
             await asyncio.sleep(draw.choice([1.0, 29.0, FORGOTTEN]))
         elif draw.random() < 0.2:
-            last.begin_anew()
+            last.reset()
             turns.clear()
             failed.clear()
         fresh = [

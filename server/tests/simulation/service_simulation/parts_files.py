@@ -20,11 +20,10 @@ from service_simulation.virtual import Clock, Still
 from sqlalchemy.exc import DBAPIError
 
 from twinkle_server import failpoints
-from twinkle_server.errors import BadRequest, Unavailable
+from twinkle_server.errors import BadRequest, StoreError, Unavailable
 from twinkle_server.operations import Submission
-from twinkle_server.store import aside, base, connections, filesystem, lease, open_store, schema, secret
+from twinkle_server.store import aside, base, database, filesystem, lease, open_store, opening, schema
 from twinkle_server.store.blobs import Blobs
-from twinkle_server.store.faults import StoreError
 from twinkle_server.store.inspection import DATABASE, PLACES, check_database, check_whole, damage, describe
 from twinkle_server.store.lease import Owner
 from twinkle_server.store.records import Checkpoint, Model, Session
@@ -244,14 +243,14 @@ async def _secrets(data: Path, draw: random.Random) -> None:
     _made(data)
     (data / "secret").chmod(0o644)
     with synced() as done:
-        value = secret.read_secret(data)
+        value = opening.read_secret(data)
     demand(stat.S_IMODE((data / "secret").stat().st_mode) == 0o600 and done == [], "others may read the secret")
     (data / "secret").write_bytes(b"x" * draw.choice([31, 33]))
-    declined(lambda: secret.read_secret(data), "must have 32 bytes", "restore it from a backup")
+    declined(lambda: opening.read_secret(data), "must have 32 bytes", "restore it from a backup")
     declined(lambda: _open(data), "must have 32 bytes")
     (data / "secret").unlink()
     with synced() as done:
-        new = secret.read_secret(data)
+        new = opening.read_secret(data)
     demand(
         new != value and len(done) == 2 and done[0].startswith(".tmp-") and done[1] == data.name, f"{done} was synced"
     )
@@ -264,7 +263,7 @@ async def _secrets(data: Path, draw: random.Random) -> None:
 
     before = failpoints.watch(faster)
     try:
-        demand(secret.read_secret(data) == b"y" * 32, "the secret of a faster process does not hold")
+        demand(opening.read_secret(data) == b"y" * 32, "the secret of a faster process does not hold")
     finally:
         failpoints.watch(before)
 
@@ -396,7 +395,7 @@ async def _unusable(data: Path, draw: random.Random) -> None:
 async def _base_models(data: Path, draw: random.Random) -> None:
     store = _open(data)
     names = iter(["a", "a", "a (commit 1)", "b", "b", "b", "c", "c", "d", "c"])
-    with mock.patch.object(base, "_described", side_effect=names):
+    with mock.patch.object(base, "_fingerprint", side_effect=names):
         check = lambda **options: base.check_base(store.database, "m", data, **options)  # noqa: E731
         recorded = lambda: rows_of(store, "SELECT value FROM meta WHERE name = 'base m'")  # noqa: E731
         await check()
@@ -432,9 +431,9 @@ async def _base_models(data: Path, draw: random.Random) -> None:
         mock.patch.object(base, "fingerprint", return_value="f"),
         mock.patch.object(base, "commit_of", return_value="c"),
     ):
-        demand(base._described(data) == "f (commit c)", "how a model is described")
+        demand(base._fingerprint(data) == "f (commit c)", "how a model is described")
         with mock.patch.object(base, "commit_of", return_value=None):
-            demand(base._described(data) == "f", "how a model is described")
+            demand(base._fingerprint(data) == "f", "how a model is described")
     store.close()
 
 
@@ -588,9 +587,9 @@ async def commit_together(clock: Clock, draw: random.Random) -> None:
             demand(not one._writer._raw.in_transaction, "a transaction is left open")
             found = await one.read(lambda connection: set(connection.exec_driver_sql("SELECT n FROM t").scalars()))
             demand(found == numbers, f"{found}, not {numbers}")
-            demand(not any(connections.driver(each).in_transaction for each in one._reading), "a reader is left open")
+            demand(not any(database.driver(each).in_transaction for each in one._reading), "a reader is left open")
         await refused(one.read(lambda connection: connection.exec_driver_sql("DELETE FROM t")), Exception, "")
-        reader = connections.driver(one._reading[0])
+        reader = database.driver(one._reading[0])
         demand(
             [reader.execute(f"PRAGMA {name}").fetchone()[0] for name in ("query_only", "foreign_keys", "cache_size")]
             == [1, 1, -16384],
@@ -681,13 +680,13 @@ def _word_errors() -> None:
         (error(sqlite3.IntegrityError, sqlite3.SQLITE_CONSTRAINT), ""),
     ):
         for given in (each, DBAPIError("q", None, each)):
-            told = connections.worded(given)
+            told = database.translate_error(given)
             demand(
                 told is given if not words else isinstance(told, Unavailable) and words in told.message,
                 f"{each!r}: {told!r}",
             )
             demand(told is given or told.__cause__ is given, "the cause is lost")
-    demand(isinstance(connections.worded(OverflowError("x")), BadRequest), "a number that is too large")
+    demand(isinstance(database.translate_error(OverflowError("x")), BadRequest), "a number that is too large")
 
 
 # Blobs

@@ -15,12 +15,11 @@ from service_simulation.disk import Disk, SimulatedDatabase, use_disk
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock, Still
 
-from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
+from twinkle_server.errors import BadRequest, Gone, LeaseLost, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Outcome, Snapshot, Submission
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store import Store, folders, models, open_store, recorded, retention, samplers
-from twinkle_server.store.faults import LeaseLost
 from twinkle_server.store.inspection import DATABASE
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Sampler, Session, Usage, read_cursor
 from twinkle_server.store.sessions import SessionSearch
@@ -271,7 +270,7 @@ async def keep_models(clock: Clock, draw: random.Random) -> None:
                     await refused(table.gone(tenant, name, now, "over"), NotFound)
             elif what == "again":
                 bad = [each for each in model.values() if each.status == "corrupted"]
-                demand(await table.try_again(now) == len(bad), "how many are tried again")
+                demand(await table.retry_corrupted(now) == len(bad), "how many are tried again")
                 for each in bad:
                     each.status, each.reason, each.detached = "detached", None, each.detached or now
             if draw.random() < 0.2:

@@ -26,7 +26,7 @@ from twinkle_server.store.tenants import UsageLog
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Limited, Meter
 from twinkle_server.tinker.app_state import AppState
-from twinkle_server.tinker.requests import answer
+from twinkle_server.tinker.requests import json_response as answer
 
 _FLUSH = 10.0
 _endpoints: dict[tuple[str, str], Callable[..., Any]] = {}
