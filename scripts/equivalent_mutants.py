@@ -49,7 +49,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "whoever makes a chore says when it is due",
     ),
     Equivalent(
-        "Runtime._take_up",
+        "Runtime._enqueue",
         "await asyncio.sleep(_AGAIN)",
         "statement deleted",
         "it is tried again at once, and not after a pause: more work, and the same end",
@@ -74,7 +74,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "SqliteJournal._digest",
-        "if len(asked) > self._small:",
+        "if len(original) > self._small:",
         "",
         "the same digest is computed on another thread",
     ),
@@ -110,13 +110,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "Supervisor._watch",
-        "elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:",
+        "elif now - max(self._last_progress, idle_since or 0.0) > limit and not self._ending:",
         "0.0 -> 1.0",
         "the monotonic clock is beyond one second",
     ),
     Equivalent(
         "Supervisor._watch",
-        "elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:",
+        "elif now - max(self._last_progress, idle_since or 0.0) > limit and not self._ending:",
         "Gt -> GtE",
         "only what happens at the very instant of a time limit differs",
     ),
@@ -140,7 +140,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "Cancellation.give_up_gaps",
-        "if time.monotonic() - self._looked > max(_STOOD_STILL, self._times.gap_fail / 2):",
+        "if time.monotonic() - self._last_check > max(_SUSPENDED, self._times.gap_fail / 2):",
         "Gt -> GtE",
         "only what happens at the very instant of a time limit differs",
     ),
@@ -158,7 +158,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "SessionKeeper.expire",
-        "if abs(now - self._looked) > self._times.session:",
+        "if abs(now - self._last_check) > self._times.session:",
         "Gt -> GtE",
         "only what happens at the very instant of a time limit differs",
     ),
@@ -170,7 +170,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "Supervisor.__init__",
-        "self._heard = 0.0",
+        "self._last_progress = 0.0",
         "",
         "it is set when an engine is ready, before it is read",
     ),
@@ -194,7 +194,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "RuntimeStatus.status",
-        '"up_seconds": round(time.time() - self._began, 1),',
+        '"up_seconds": round(time.time() - self._started, 1),',
         "1 -> 2",
         "only how precisely the time is written differs",
     ),

@@ -73,7 +73,7 @@ class Notifier(ABC):
 
         notifier_class = registry().resolve(name, "notifier")
         if not isinstance(notifier_class, type) or not issubclass(notifier_class, cls):
-            raise ArgumentError(f"notifier {name!r} is no class that {cls.__name__}.from_dict can build")
+            raise ArgumentError(f"notifier {name!r} is not a class that {cls.__name__}.from_dict can build")
         return notifier_class
 
     def __repr__(self) -> str:

@@ -54,7 +54,7 @@ def test_tokens_that_come_too_fast_come_again_under_their_number(tenant: Callabl
     assert (first.status_code, second.status_code) == (200, 200), "a debt is made before it is felt"
     refused = send(model, 3, 10)
     assert refused.status_code == 429
-    assert "20 tokens a second" in refused.json()["detail"]
+    assert "20 tokens per second" in refused.json()["detail"]
     assert 1 <= int(refused.headers["retry-after"]) <= 6
     for answer in (first, second):
         assert model.raw.result(answer.json()["request_id"], "pass"), "what was accepted is done all the same"

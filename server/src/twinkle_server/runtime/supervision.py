@@ -306,7 +306,7 @@ class Supervisor:
     def _died(self, end: str, last_words: str) -> None:
         self.troubled = self._why or f"the engine died ({end})"
         if self._first_ready is not None and not self._first_ready.done():
-            self._hopeless = True  # a restart would fail in the same way
+            self._failed_at_start = True  # a restart would fail in the same way
             output = f":\n{last_words}" if last_words else ""
             self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}){output}"))
             self._first_ready.exception()  # marks it as retrieved; there may be no waiter

@@ -338,7 +338,7 @@ async def open_twice(world: World, clients: list[Client], draw: random.Random) -
             again = await client.ask_once("/optim_step", body)
             demand((again.status, again.headers.get("retry-after")) == (503, "30.0"), f"it takes operations: {again}")
             demand(
-                "another process serves" in str(again.json()) and "another process" in service.ready()[1]["store"],
+                "another process now serves" in str(again.json()) and "another process" in service.ready()[1]["store"],
                 "why",
             )
             demand(service.dispatcher.stopped, "it goes on sending")
@@ -490,7 +490,7 @@ async def fill_up(world: World, clients: list[Client], draw: random.Random) -> N
     waiting = await client.ask_once("/retrieve_future", {"request_id": requests[0]})
     told = waiting.json()
     demand(told["type"] == "try_again" and told["queue_state"] == "paused_capacity"
-           and f"number {first} of this model has not arrived; {limit} wait for it since" in told["queue_state_reason"],
+           and f"number {first} of this model has not arrived; {limit} operations wait for" in told["queue_state_reason"],
            f"{told}")  # fmt: skip
     await client.post("/cancel_future", {"request_id": requests[-1]})
     cancelled = await client.result(requests[-1])
@@ -525,10 +525,10 @@ async def stop_slowly(world: World, clients: list[Client], draw: random.Random) 
     began = world.clock.now
     await asyncio.sleep(0.001)
     refused = await trainer.client.ask_once("/optim_step", {**body, "seq_id": number - 1})
-    demand(refused.status == 503 and "going down" in str(refused.json()), f"a service that ends: {refused}")
+    demand(refused.status == 503 and "shutting down" in str(refused.json()), f"a service that ends: {refused}")
     demand(refused.headers.get("retry-after") == "5.0", f"a service that ends: {refused}")
     state, reason = service.queue_state(trainer.id)
-    demand(state == "paused_capacity" and "going down" in str(reason), f"{state}: {reason}")
+    demand(state == "paused_capacity" and "shutting down" in str(reason), f"{state}: {reason}")
     demand(not service.ready()[0] and service.ready()[1]["draining"] and service.healthy(), f"{service.ready()}")
     await asyncio.wait([draining])
     demand(world.clock.now - began < world.settings.times.drain + 25.0, "the end takes too long")

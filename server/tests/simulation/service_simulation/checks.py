@@ -98,21 +98,21 @@ def _check_states(service: Service) -> None:
         gap = queue.order.gap() if queue is not None and not queue.running else None
         age = asyncio.get_running_loop().time() - gap.since if gap is not None else 0.0
         others = len(dispatcher.in_flight) - (len(queue.in_flight) if queue is not None else 0)
-        wanted = ("active", f"{others} operations of others are under way" if others else None)
+        wanted = ("active", f"{others} other operations are in flight" if others else None)
         if service.runtime_status.draining:
-            wanted = "paused_capacity", "the service is going down; this goes on when it is back"
+            wanted = "paused_capacity", "the service is shutting down; this operation resumes after the restart"
         elif service.outcomes.trouble is not None:
-            wanted = "paused_capacity", "the service's disk takes nothing at the moment"
+            wanted = "paused_capacity", "the service's disk cannot be written at the moment"
         elif gap is not None and age >= 3.0:
             missing = f"number {gap.number} of this model has not arrived"
-            wanted = "paused_capacity", f"{missing}; {gap.waiting} wait for it since {age:.0f} s"
+            wanted = "paused_capacity", f"{missing}; {gap.waiting} operations wait for {age:.0f} s"
         elif not supervisor.up:
             wanted = "paused_capacity", "the engine is starting"
         elif supervisor.silent is not None:
             seconds = f"no sign of life for {supervisor.silent:.0f} s"
             wanted = "paused_capacity", f"the engine is not responding: {seconds} (its process may be stopped)"
         elif queue is not None and queue.state is State.POSTPONED:
-            wanted = "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
+            wanted = "paused_capacity", f"this model will be restored as soon as possible: {queue.postponed}"
         demand(service.queue_state(name) == wanted, f"{service.queue_state(name)}, not {wanted}")
     good, facts = service.ready()
     store = service.runtime_status.lost or service.outcomes.trouble

@@ -151,10 +151,10 @@ async def _statuses(store: Any, effects: StoreEffects, model: Model, clock: Cloc
         demand((found.status, found.detached) == (after, wanted), f"{before} became {found.status} at {found.detached}")
     await store.models.set_status("ada", model.id, "live", 1.0)
     for status, reason, told in (
-        ("gone", "why", ("this model is gone: why", "user")),
-        ("gone", None, ("this model is gone: it was unloaded", "user")),
+        ("gone", "why", ("this model no longer exists: why", "user")),
+        ("gone", None, ("this model no longer exists: it was unloaded", "user")),
         ("corrupted", "why", ("why", "server")),
-        ("corrupted", None, ("this model cannot be made again", "server")),
+        ("corrupted", None, ("this model cannot be restored", "server")),
         ("live", None, None),
     ):
         await store.models.set_status("ada", model.id, status, 1.0, reason)

@@ -596,7 +596,7 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
             store.journal.blame([1]),
             store.journal.snapshotted(Snapshot(log.models[0], 5, "snapshots/z", "", 1)),
         ):
-            await refused(work, LeaseLost, "another process serves")
+            await refused(work, LeaseLost, "another process now serves")
 
 
 class _Log:
