@@ -489,9 +489,9 @@ async def fill_up(world: World, clients: list[Client], draw: random.Random) -> N
     await asyncio.sleep(max(0.0, began + 5.0 - world.clock.now))
     waiting = await client.ask_once("/retrieve_future", {"request_id": requests[0]})
     told = waiting.json()
-    demand(told["type"] == "try_again" and told["queue_state"] == "paused_capacity"
-           and f"number {first} of this model has not arrived; {limit} operations wait for" in told["queue_state_reason"],
-           f"{told}")  # fmt: skip
+    demand((told["type"], told["queue_state"]) == ("try_again", "paused_capacity"), f"{told}")
+    missing = f"number {first} of this model has not arrived; {limit} operations wait for"
+    demand(missing in told["queue_state_reason"], f"{told}")
     await client.post("/cancel_future", {"request_id": requests[-1]})
     cancelled = await client.result(requests[-1])
     demand(cancelled.json() == {"error": "the request was cancelled", "category": "user"}, f"{cancelled}")
