@@ -1,6 +1,7 @@
 """What no test leaves behind for the next one in the same process."""
 
 import functools
+import gc
 import hashlib
 import os
 import sys
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(group):
             if number not in chosen:
                 item.add_marker("full")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what collection made from garbage collection: each full one would look at millions of objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

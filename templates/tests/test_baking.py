@@ -291,7 +291,7 @@ def test_a_name_that_is_installed_from_a_folder_here_is_no_other_package(
     assert check_name("acme-here") == "acme-here"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("words", [[], ["tests"]])
 def test_the_tests_of_a_repository_for_a_hub_pass(words: list[str], baked: dict[str, Path]) -> None:
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]

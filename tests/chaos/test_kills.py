@@ -19,11 +19,11 @@ VISITS = {"store.before_commit": (1, 20), "store.after_commit": (6, 45)}
 # Where a failpoint is reached: checkpoints are published by the engine, and copies of them by the service itself.
 IN_ENGINE, IN_SERVICE = {"engine", "files"}, {"blob", "effects", "files", "outcomes", "secret", "store"}
 AT_THE_START = {"secret.before_link"}
-FIRST = {("store.after_commit", 45), ("files.before_rename", 1), ("outcomes.before_told", 1), ("engine.after_pass", 1)}
+FIRST = {("store.after_commit", 45), ("engine.after_pass", 1)}
 
 
 def deaths() -> Iterator[Any]:
-    """Yield each failpoint with the visit at which it kills; `make test` has those that reach one area each."""
+    """Yield each failpoint with the visit at which it kills; `make test` has one in each process."""
     for name in served_failpoints():
         for visit in VISITS.get(name, (1,)):
             marks = () if (name, visit) in FIRST else (pytest.mark.full,)

@@ -36,6 +36,7 @@ programs = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=14), m
 bound = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 
 
+@pytest.mark.full
 @settings(bound, max_examples=12)
 @given(programs=programs, seed=st.integers(0, 2**32), ahead=st.integers(2, 8))
 @example(programs=[["train", "step"] * 6, ["train", "save", "step", "copy", "load", "read"]], seed=1, ahead=8)

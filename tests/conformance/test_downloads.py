@@ -32,6 +32,7 @@ def fetched(raw: Raw, path: str) -> dict[str, bytes]:
     return {name: httpx.get(url, trust_env=False).content for name, url in urls.items()}
 
 
+@pytest.mark.full
 def test_line_107_the_cookbook_downloads_a_training_checkpoint_that_peft_reads(
     served: Served, trained: RawModel, tiny: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def straight_logprobs(raw: Raw, path: str) -> np.ndarray:
     return model.logprobs(TOKENS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", ["files.before_rename", "files.after_rename"])
 def test_line_101_a_save_that_is_killed_leaves_a_whole_checkpoint_or_none(tmp_path: Path, point: str) -> None:
     from serving import ledger

@@ -44,8 +44,8 @@ class Two(dict[str, list[Any]]):
     """What two ranks saw, by scenario; scenarios of one line run when the first of them is asked for."""
 
     TOGETHER = (
-        "norms,unfinished,no_rows,nonfinite,losses,apart",
-        "parts,options,precision,checkpoints,dropout,fast_paths",
+        "norms,unfinished,no_rows,nonfinite,apart",
+        "losses,parts,options,precision,checkpoints,dropout,fast_paths",
     )
 
     def __init__(self, folder: Path) -> None:
@@ -231,6 +231,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_left_out_and_counted_once(two: dict[s
             assert seen[way]["loss"] == pytest.approx(5.6, abs=0.1)
 
 
+@pytest.mark.full
 def test_a_step_of_each_loss_is_that_of_one_process_with_all_rows(
     folder: Path, two: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -368,6 +368,7 @@ def test_the_quickstart_ends_with_what_can_be_done_next(tmp_path: Path) -> None:
     assert "make grpo-demo" in last
 
 
+@pytest.mark.full
 def test_the_grpo_script_runs(place: Path) -> None:
     text = (EXAMPLES / "grpo.py").read_text("utf-8")
     small = {"NUM_GENERATIONS": 2, "MAX_NEW_TOKENS": 4, "MAX_STEPS": 3, "BATCH_SIZE": 4, "MINI_BATCH_SIZE": 4}

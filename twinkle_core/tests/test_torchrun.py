@@ -36,6 +36,7 @@ def summary(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.rpartition("FAILED")[2]
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_stops_all_and_its_error_is_the_summarys(tmp_path: Path) -> None:
     code = """
     print("joined\\n", end="", flush=True)

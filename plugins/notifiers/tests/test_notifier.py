@@ -441,6 +441,7 @@ def test_a_run_without_initialize_is_told_through_the_environment(receiver: Web,
     assert text.startswith("Twinkle: trial failed\nValueError: no\nrun runs/trial-")
 
 
+@pytest.mark.full
 def test_the_end_of_the_process_waits_for_a_service_but_not_for_ever(tmp_path: Path) -> None:
     code = """
     import threading, time, twinkle

@@ -92,6 +92,7 @@ def test_a_run_goes_on_in_the_same_numbers_wherever_it_was_killed(
         check_same(folder, whole)
 
 
+@pytest.mark.full
 def test_the_student_answers_with_its_weights_as_they_are_now_shared_or_own(values: dict[str, Any]) -> None:
     values |= {"on_policy": 1, "lora": {"rank": 4}, "max_steps": 3, "optimizer": {"lr": 0.05}}
     values["data"]["eval_fraction"] = 0

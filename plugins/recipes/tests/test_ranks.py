@@ -17,6 +17,7 @@ import yaml
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
 KILLED, STOPPED = -9, 130
 LOSS = '''
 """Cross-entropy, and what shall happen during a run: it is read from `event.json`, `[what, number]`."""
@@ -232,7 +233,6 @@ TRAINED = {"lora": (), "full": ("--lora", "null")}
 KILLS = {"step": ("step", 5), "save": ("save", 4), "pointer": ("pointer", 4)}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "trained", "kills"),
     [
@@ -284,7 +284,6 @@ def test_two_ranks_make_the_numbers_of_one(house: House) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4)
 
 
-@pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_ranks_from_the_same_state(house: House) -> None:
     for name, first, second in (("up", 1, 2), ("down", 2, 1)):
         assert house.begin(name, "--save_every", "3", ranks=first, event=("step", 5))[0] == KILLED
@@ -321,7 +320,6 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(house: House) -> None
         assert house.run("--resume_from", f"runs/{folder.name}", ranks=ranks) == [0] * ranks, house.output
 
 
-@pytest.mark.full
 def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
     codes = house.begin("wrong", "--loss.name", "CrossEntropyLos", ranks=2)
     assert codes == [2, 2]
@@ -331,7 +329,6 @@ def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
     assert "torchrun has started 2 processes" in house.output
 
 
-@pytest.mark.full
 def test_torchrun_itself_starts_the_ranks(house: House) -> None:
     (house.folder / "event.json").write_text('["", 0]')
     command = [sys.executable, "-m", "twinkle.cli", "run", "sft", "--config", "sft.yaml", "--nproc", "2"]

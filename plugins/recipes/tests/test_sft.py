@@ -194,6 +194,7 @@ def test_an_unfinished_accumulation_at_the_end_is_a_step(values: dict[str, Any])
     assert [line["step"] for line in lines(folder)] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> None:
     whole, _ = train(values, lora={"dropout": 0.0}, max_steps=4)
     parts, _ = train(values, lora={"dropout": 0.0}, max_steps=4, micro_batch_size=1)

@@ -98,7 +98,7 @@ def test_rows_without_adapter_are_a_reference_in_the_same_pass(folder: Path) -> 
     assert distance(alone["logps"][0], outputs[6]["logps"]) < 2e-6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [10, 10_000])
 def test_the_base_as_reference_is_what_it_computes_by_itself(folder: Path, budget: int) -> None:
     advantages = [None, None, 1.0, -1.0, None, None]

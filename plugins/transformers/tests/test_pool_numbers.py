@@ -215,7 +215,7 @@ def compare_equal_lengths(folder: Path, count: int, length: int, **options: Any)
     compare_with_alone(folder, count, length, equal=rounds_alike(weights, rows, count * rows), **options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("length", [8, 13])
 def test_after_five_updates_adapters_of_equal_lengths_have_the_bits_that_each_has_alone(
     folder: Path, length: int

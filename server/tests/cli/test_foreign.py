@@ -99,6 +99,7 @@ def test_no_list_and_no_answer_names_what_is_theirs(parties: tuple[httpx.Client,
             assert answer.status_code in (404, 422, 400), (method, path, answer.text)
 
 
+@pytest.mark.full
 def test_the_owner_still_has_everything(parties: tuple[httpx.Client, Ids], service: Process) -> None:
     _, ids = parties
     with service.client() as owner:

@@ -73,6 +73,7 @@ def test_an_operation_is_followed_from_its_request_to_its_end(detailed: tuple[di
     assert done["seconds"] >= 0
 
 
+@pytest.mark.full
 def test_failures_and_refusals_are_told_at_the_ordinary_level(tmp_path: Path) -> None:
     ids, lines, mark = run(tmp_path / "data", "info")
     ours = {"model": ids["model"], "tenant": mark}

@@ -94,6 +94,7 @@ def test_an_engine_that_died_is_told_until_the_next_one_is_up(service: Served, m
     wait(service, lambda status, _: status == 200)
 
 
+@pytest.mark.full
 def test_an_engine_that_was_stopped_is_told_until_it_goes_on(service: Served, model: RawModel) -> None:
     engine = service.engine()
     assert engine is not None

@@ -96,6 +96,7 @@ def test_blocks_without_end_are_refused_early() -> None:
         decompress(head + bytes(3) * 200_000, MIB, nothing)
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400), st.data())
 def test_bytes_that_were_changed_raise_words_or_give_bytes(payload: bytes, data) -> None:

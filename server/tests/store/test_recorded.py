@@ -61,6 +61,7 @@ def test_many_requests_are_looked_up_in_order_until_one_is_not_recorded(
     assert use([requests[0], "none", *requests[1:]]) == {requests[0]}
 
 
+@pytest.mark.full
 def test_a_pass_that_names_a_million_sampling_requests_holds_no_other_writer_up(
     store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

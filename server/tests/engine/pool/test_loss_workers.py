@@ -306,6 +306,7 @@ def test_the_worker_of_a_model_ends_with_the_model(shared):
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.full
 def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypatch):
     site = rogue_plugin.write(tmp_path / "site", "acme-import", HANGS, {"AcmeImport": ""})
     monkeypatch.syspath_prepend(str(site))
@@ -332,6 +333,7 @@ def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypa
     workers(bench).close()
 
 
+@pytest.mark.full
 def test_no_more_workers_are_kept_than_the_limit(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "warm": 2}})
     pids = []
@@ -495,6 +497,7 @@ def AcmeImport(inputs, outputs):
 """
 
 
+@pytest.mark.full
 def test_a_plugin_whose_import_raises_fails_its_own_operations(base, tmp_path, monkeypatch):
     site = rogue_plugin.write(tmp_path / "site", "acme-import", RAISES, {"AcmeImport": ""})
     monkeypatch.syspath_prepend(str(site))

@@ -208,6 +208,7 @@ def test_models_that_are_made_again_are_equal_to_the_bit(process: Callable[[int]
         assert equal(answer(old.results[queue_id, number])[0], answer(new.results[queue_id, 0])[0])
 
 
+@pytest.mark.full
 def test_composed_anew_models_that_shared_passes_differ_in_the_last_places(process: Callable[[int], Process]) -> None:
     """What the log's record is for; an operation of before there was one is done again like this."""
     old = several(process(WHOLE), "abc")
