@@ -138,7 +138,7 @@ def test_notifiers_travel_through_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{t0p", "is no JSON; write for example"),
+        ("{t0p", "is not JSON; write for example"),
         ('"t0p"', "something else than JSON objects"),
         ('[["t0p"]]', "something else than JSON objects"),
         ('{"url": "t0p"}', "needs the key 'type'"),

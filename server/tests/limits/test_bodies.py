@@ -148,7 +148,7 @@ def test_a_body_that_trickles_is_ended(monkeypatch) -> None:
     app = App()
     status, said = asyncio.run(ask(BodyLimitMiddleware(app, LIMITS), [b"x"] * 50, wait=0.02))
     assert status == 408
-    assert "slowly" in said["detail"]
+    assert "too slow" in said["detail"]
     assert app.body is None
 
 

@@ -80,7 +80,7 @@ def test_a_pass_of_countless_parts_is_refused_unread(name: str) -> None:
     make = BOMBS[name]
     check_parts(make(1000), 1010)
     for most in (900, 0):
-        with pytest.raises(TooLarge, match=f"more than {most} parts"):
+        with pytest.raises(TooLarge, match=f"at most {most} parts"):
             check_parts(make(1000), most)
     wire.ForwardBackwardRequest.FromString(make(1000))
 

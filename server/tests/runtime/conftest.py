@@ -1,11 +1,11 @@
-"""Engines are started, and models made, again at once here."""
+"""Engines are restarted and models restored at once in these tests."""
 
 import pytest
 
 from twinkle_server.runtime import dispatch, supervision
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _no_pauses() -> None:
-    supervision.PAUSES = (0.0, 0.01)
-    dispatch.PAUSES = (0.0, 0.01)
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "PAUSES", (0.0, 0.01))
+    monkeypatch.setattr(dispatch, "PAUSES", (0.0, 0.01))

@@ -58,7 +58,7 @@ def test_forward_has_a_route_of_its_own(served, client, model):
     [
         ({"forward_backward_input": None}, "absent"),
         ({"forward_backward_input": {**WORK, "data": [{"model_input": {"chunks": [{"tokens": ["a"]}]}}]}}, "tokens"),
-        ({"forward_backward_input": {**WORK, "data": []}}, "no rows"),
+        ({"forward_backward_input": {**WORK, "data": []}}, "at least one row"),
         ({"forward_backward_input": {**WORK, "loss_fn": 5}}, "loss_fn"),
     ],
 )

@@ -102,8 +102,8 @@ def test_sequences_of_another_session_or_tenant_are_refused(served: Any, loop: L
 @pytest.mark.parametrize(
     ("index", "tokens", "offset", "words"),
     [
-        (0, [7, 9], 0, "token 1 of it is 8, got 9"),
-        (0, [8], 0, "token 0 of it is 7, got 8"),
+        (0, [7, 9], 0, "its token 1 is 8, got 9"),
+        (0, [8], 0, "its token 0 is 7, got 8"),
         (0, SAMPLED, 1, "must end within its 2 tokens, got offset 1 and length 2"),
         (5, SAMPLED, 0, "does not exist"),
     ],
@@ -154,7 +154,7 @@ def test_a_sampling_request_that_is_not_over_has_no_sequences_yet(served: Any, l
     }  # fmt: skip
     sequence = loop.client.post("/asample", json=body).json()["sample_sequence_ids"][0]
     served.service.held = False
-    assert "it is pending" in loop.train(sequence)["error"]
+    assert "its status is 'pending'" in loop.train(sequence)["error"]
 
 
 def test_strict_losses_leave_the_refusal_to_the_engine(served: Any, loop: Loop) -> None:
