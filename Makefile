@@ -44,6 +44,7 @@ test-all: install  ## Run the tests that take long, then the numeric ones as oth
 
 soak: install  ## Run the tests with larger numbers
 	$(PYTEST) -m soak $(TESTS) || [ $$? -eq 5 ]  # 5: there are none
+	$(BIN)/python scripts/instruction_sets.py --all
 
 gpu: install  ## Run the tests and benchmarks that need an accelerator
 	$(PYTEST) -m gpu $(TESTS)

@@ -1,5 +1,8 @@
 """Runs the numeric suites as other processors compute them: fewer instruction sets, other threads, other rounding.
 
+    python scripts/instruction_sets.py          # the most and the fewest instruction sets: AMX and AVX2, say
+    python scripts/instruction_sets.py --all    # all variants
+
 Each variant is a process of its own, since the libraries read their switches when they are loaded.
 """
 
@@ -77,6 +80,12 @@ def variants(cpuinfo: str) -> list[Variant]:
     return [*found, (ROUNDING, {**one, "TWINKLE_TEST_ROUND_BY_ROWS": "2"})]
 
 
+def extremes(cpuinfo: str) -> list[Variant]:
+    """Return the variants of the most and of the fewest instruction sets, or of the processor as it is."""
+    _, present = processor(cpuinfo)
+    return [variant for variant in variants(cpuinfo) if variant[0] in (*present[:1], *present[-1:])] or variants("")[:1]
+
+
 def suites_of(variant: Variant) -> Sequence[str]:
     """Return the suites of a variant."""
     return (*SUITES, *POOLS) if variant[0] == ROUNDING else SUITES
@@ -105,18 +114,20 @@ def _show(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(suites: Sequence[str] = ()) -> int:
-    """Run every variant, and return 1 if any failed.
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run variants, and return 1 if any failed.
 
     Args:
-        suites: test files and other arguments of pytest instead of `SUITES`.
+        arguments: `--all` for all variants; then test files and other arguments of pytest instead of `SUITES`.
     """
+    suites = [argument for argument in arguments if argument != "--all"]
+    choose = extremes if len(suites) == len(arguments) else variants
     path = Path("/proc/cpuinfo")
     cpuinfo = path.read_text("utf-8", "replace") if path.is_file() else ""
     name, present = processor(cpuinfo)
     _show(f"{name}: {', '.join(present) or 'no instruction set that can be switched'}")
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        results = list(pool.map(lambda variant: run(variant, suites or suites_of(variant)), variants(cpuinfo)))
+        results = list(pool.map(lambda variant: run(variant, suites or suites_of(variant)), choose(cpuinfo)))
     _show(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if all(results) else 1
 

@@ -1,4 +1,4 @@
-"""`make test-all` runs the variants that a processor has, and fails if one of them does."""
+"""`make test-all` runs two of the variants that a processor has, `make soak` all; they fail if one of them does."""
 
 import runpy
 from pathlib import Path
@@ -23,6 +23,13 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16\n"
 def test_a_processor_runs_the_variants_of_its_instruction_sets(cpuinfo: str, expected: list[str]) -> None:
     labels = [label for label, _ in SCRIPT["variants"](cpuinfo)]
     assert labels == ["native, 1 thread", "native, 2 threads", *expected, "rounding by rows"]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"), [(AMD, ["AVX2"]), (INTEL, ["AMX", "AVX2"]), (ARM, ["native, 1 thread"])]
+)
+def test_few_variants_are_those_of_the_most_and_the_fewest_sets(cpuinfo: str, expected: list[str]) -> None:
+    assert [label for label, _ in SCRIPT["extremes"](cpuinfo)] == expected
 
 
 def test_each_set_limits_all_three_libraries() -> None:
