@@ -94,6 +94,7 @@ def test_a_model_and_its_files(folder: Path) -> None:
         local_model(f"file://{folder}", revision="v1")
 
 
+@pytest.mark.full
 def test_rows_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
     (tmp_path / "test.jsonl").write_text('{"a": 3}\n')

@@ -59,6 +59,7 @@ def test_nothing_of_the_scaffold_is_left(kind: str, baked: dict[str, Path]) -> N
         assert left is None, f"{name} holds {left}"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", PACKAGES)
 def test_a_project_has_what_all_have_and_its_component(kind: str, baked: dict[str, Path]) -> None:
     package = f"acme_my_{kind}"

@@ -55,6 +55,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert "is a file" in result.stderr
 
 
+@pytest.mark.full
 def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     argv = [sys.executable, "-m", "twinkle.cli", "plugins", "new", "loss"]

@@ -132,6 +132,7 @@ def test_line_99_a_name_is_taken_unless_it_may_be_replaced(raw: Raw, trained: Ra
 NAMES = ["a/b", "..", ".", "../x", "/etc/x", "a\x00b", "", "x" * 129, "a\\b", "%2e%2e", "a b", "ü", "~", "a\n"]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
 def test_line_100_a_name_can_never_become_a_path(counting: Served, counted: Raw, kind: str, name: str) -> None:
@@ -327,6 +328,7 @@ def test_line_107_external_files_are_peft_files_with_the_models_numbers(
     np.testing.assert_allclose(trained.logprobs(TOKENS), Reference(tiny, files).scores(TOKENS).numpy(), atol=5e-5)
 
 
+@pytest.mark.full
 def test_line_107_a_link_is_for_its_file_only_and_cannot_be_forged(raw: Raw, trained: RawModel) -> None:
     path = trained.save_external("out")
     urls = raw.get(f"{place(path)}/external_weights_urls")["urls"]

@@ -45,6 +45,7 @@ def test_line_61_a_poll_is_held_and_then_says_try_again(two: Served) -> None:
     assert 1.0 <= waited < 40.0
 
 
+@pytest.mark.full
 def test_line_62_polls_that_wait_hold_nobody_up(two: Served) -> None:
     with Raw(two.url, two.key) as raw:
         request = never_done(raw)
@@ -103,6 +104,7 @@ def test_line_65_a_future_that_was_never_given_is_a_404(counted: Raw, request_id
     assert min(waited) < 1.0, "what was never given is not waited for"
 
 
+@pytest.mark.full
 def test_line_65_a_result_that_is_no_longer_kept_is_a_410(tmp_path_factory: pytest.TempPathFactory) -> None:
     times = {"read_result": 0.5, "kept_result": 0.5, "poll": 2.0}
     service = ledger(tmp_path_factory.mktemp("brief") / "data", {"times": times}).start()
@@ -153,6 +155,7 @@ def test_line_68_a_sample_that_nobody_wants_is_dropped(two: Served) -> None:
         assert raw.figures()[decoding] == figures[decoding], "it is still decoded"
 
 
+@pytest.mark.full
 def test_line_69_nobody_reads_anothers_future(two: Served) -> None:
     with Raw(two.url, two.key) as mine, Raw(two.url, two.new_key("other")) as theirs:
         model = mine.model()

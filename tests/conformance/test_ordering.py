@@ -133,6 +133,7 @@ def test_line_58_the_sdk_goes_on_after_a_request_that_failed_in_the_client(serve
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_line_60_models_trained_at_once_are_as_if_alone(raw: Raw) -> None:
     def train(models: list[tuple[RawModel, list[int]]]) -> list[Any]:
         requests = []

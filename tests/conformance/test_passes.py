@@ -246,6 +246,7 @@ def test_line_46_a_row_longer_than_the_context_fails_with_both_numbers(raw: Raw)
     assert failed.value.category == "user"
 
 
+@pytest.mark.full
 def test_line_48_one_request_without_memory_fails_alone(tmp_path: Path, tiny: Path) -> None:
     from serving import ledger
 

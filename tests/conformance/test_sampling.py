@@ -247,6 +247,7 @@ def test_line_86_numbers_of_samples_may_be_huge_and_are_remembered(raw: Raw) -> 
         assert raw.result(answers[0]["request_id"], "sample").sequences
 
 
+@pytest.mark.full
 def test_line_87_too_much_at_once_is_a_429_and_the_same_number_may_come_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -56,6 +56,7 @@ def test_line_15_a_heartbeat_knows_the_living_from_the_dead(counted: Raw) -> Non
     assert beat(counted, session) == 410
 
 
+@pytest.mark.full
 def test_line_16_a_session_without_heartbeat_ends_and_its_checkpoints_stay(hasty: Served) -> None:
     with Raw(hasty.url) as raw:
         swaps = raw.figures().get(LEFT, 0.0)

@@ -44,8 +44,8 @@ class Two(dict[str, list[Any]]):
     """What two ranks saw, by scenario; scenarios of one line run when the first of them is asked for."""
 
     TOGETHER = (
-        "norms,unfinished,no_rows,nonfinite,apart",
-        "losses,parts,options,precision,checkpoints,dropout,fast_paths",
+        "norms",
+        "unfinished,no_rows,nonfinite,apart,losses,parts,options,precision,checkpoints,dropout,fast_paths",
     )
 
     def __init__(self, folder: Path) -> None:
@@ -209,6 +209,7 @@ def test_a_sharded_checkpoint_is_a_folder_that_transformers_reads(folder: Path, 
     assert {name: found[name].double().flatten().tolist() for name in wanted} == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_saved_half_way_goes_on(way: str, two: dict[str, list[Any]]) -> None:
     for seen in two["unfinished"]:
@@ -216,6 +217,7 @@ def test_a_step_saved_half_way_goes_on(way: str, two: dict[str, list[Any]]) -> N
         assert distance(resumed, went_on) < 1e-5  # AdamW's first step magnifies the rounding of sums in another order
 
 
+@pytest.mark.full
 def test_a_rank_without_rows_leaves_the_step_to_the_others(folder: Path, two: dict[str, list[Any]]) -> None:
     first, second = two["no_rows"]
     for way in WAYS:
@@ -224,6 +226,7 @@ def test_a_rank_without_rows_leaves_the_step_to_the_others(folder: Path, two: di
     assert distance(first["DDP"]["weights"], first["FSDP2"]["weights"]) < 1e-6
 
 
+@pytest.mark.full
 def test_a_loss_that_is_nan_on_one_rank_is_left_out_and_counted_once(two: dict[str, list[Any]]) -> None:
     for seen in two["nonfinite"]:
         for way in WAYS:
@@ -265,6 +268,7 @@ def test_ranks_that_share_a_model_share_prefixes_and_what_was_measured_before(tw
     assert first["norms"][1] == pytest.approx(first["norms"][0], rel=1e-5)
 
 
+@pytest.mark.full
 def test_ranks_at_different_calls_are_told_who_is_where(two: dict[str, list[Any]]) -> None:
     for seen in two["apart"]:
         assert "the ranks are not at the same call: rank 0 at 'save to" in seen["message"]

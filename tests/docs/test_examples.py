@@ -86,6 +86,9 @@ def name_of(page: Path) -> str:
 
 
 HEAVY = {
+    "docs/explanations/simulation.md",
+    "docs/guides/plugin-author/write-a-plugin.md",
+    "docs/guides/researcher/recipes.md",
     "docs/guides/operator/serving.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",
@@ -96,7 +99,7 @@ HEAVY = {
     "docs/start/tutorial.md",
     "examples/README.md",
 }
-"""Pages whose examples take longer than eight seconds of a core: `make test-all` runs them."""
+"""Pages whose examples take longer than three seconds of a core: `make test-all` runs them."""
 
 
 @pytest.mark.parametrize(

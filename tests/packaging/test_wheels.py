@@ -46,6 +46,7 @@ def test_an_undeclared_import_is_caught(unpacked: dict[str, Path], view: View, t
     assert failed == {"careless": "ModuleNotFoundError: No module named 'rich'"}
 
 
+@pytest.mark.sample(5)
 @each_member
 def test_every_import_anywhere_in_the_code_is_declared(member: Member) -> None:
     """Imports inside functions count as well; a package that only a dependency brings does not."""

@@ -84,6 +84,7 @@ def advantages(rows: list[Any]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_the_log_probabilities_of_a_rollout_are_the_models_own_at_the_trained_positions(
     model: Any, rows: list[Any]
 ) -> None:

@@ -21,6 +21,7 @@ PROMPT: Any = TEMPLATE.encode(ROW, add_generation_prompt=True)
 TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=12)
 
 
+@pytest.mark.full
 @given(first=TOKENS, second=TOKENS)
 def test_each_sampled_token_is_the_target_of_the_position_before_it(first: list[int], second: list[int]) -> None:
     once: Any = TEMPLATE.concat_input_feature(PROMPT, first)

@@ -229,6 +229,7 @@ def problems() -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_the_doctor_finds_everything_that_is_wrong(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_plugin("acme_a", LOSSES, parts=PARTS)
     make_plugin("acme_b", LOSSES)

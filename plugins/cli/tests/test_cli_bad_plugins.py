@@ -35,6 +35,7 @@ def used(error: type[TwinkleError]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
@@ -104,6 +105,7 @@ def test_two_providers_of_a_name(make_plugin: Make, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(f"TWINKLE_PLUGINS_{name}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "text"),
     [

@@ -241,6 +241,7 @@ def test_a_hook_that_does_not_exist_has_a_line_too(make_plugin: Make) -> None:
     assert "line 4: hooks: there is no hook 'twinkle_step_ended', nearest: 'twinkle_step_end'" in problem
 
 
+@pytest.mark.full
 def test_nothing_is_imported_for_an_examination(make_plugin: Make, tmp_path: Path) -> None:
     make_plugin("acme_loud", NEEDY.replace("{name}", "A").replace("{requires}", "numpy"), parts="raise SystemExit(9)")
     code = (

@@ -221,6 +221,7 @@ def test_defaults_give_way_to_the_file_and_the_file_to_flags() -> None:
     assert (found["lr"], found["batch_size"], found["lora"]["rank"], found["steps"]) == (1e-3, 2, 16, 3)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("flags", "path", "expected"),
     [

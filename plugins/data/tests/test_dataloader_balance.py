@@ -47,6 +47,7 @@ def test_every_row_is_dealt_once_and_every_rank_gets_one(given: tuple[int, list[
     assert parts == deal(lengths, ranks)
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(1, 50), min_size=3, max_size=8), st.integers(2, 3))
 def test_the_heaviest_part_is_near_the_best_possible(lengths: list[int], ranks: int) -> None:
     best = min(

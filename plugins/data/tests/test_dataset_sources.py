@@ -146,6 +146,7 @@ def test_a_column_of_csv_is_numbers_only_if_nothing_is_lost(
     assert column(tmp_path, *cells) == values
 
 
+@pytest.mark.full
 @given(st.lists(st.integers() | st.floats() | st.text("0123456789.-+e_ NAnul", max_size=6), min_size=1, max_size=4))
 def test_cells_of_csv_keep_their_text(values: list[object]) -> None:
     import tempfile

@@ -360,6 +360,7 @@ def test_the_signature_of_the_forward_is_the_layers() -> None:
     unkernelize(found)
 
 
+@pytest.mark.full
 def test_compiled_models_run_their_kernels() -> None:
     found = model()
     kernelize(found, {Scale: Negative, Finer: Called})

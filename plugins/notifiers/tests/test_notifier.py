@@ -418,6 +418,7 @@ def told(receiver: Web) -> list[str]:
     return [request.body["text"] for request in receiver.requests]
 
 
+@pytest.mark.full
 def test_a_script_that_fails_outside_of_a_run_is_told_before_it_ends(receiver: Web, tmp_path: Path) -> None:
     code = """
     import sys, twinkle

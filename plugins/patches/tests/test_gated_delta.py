@@ -143,6 +143,7 @@ def test_a_model_without_such_layers_is_refused(build: Any) -> None:
         apply_patch(build(), GatedDeltaNetPaddingFreePatch)
 
 
+@pytest.mark.full
 def test_a_model_in_which_they_still_leak_is_refused_and_left_as_it_was(model: Any) -> None:
     made = model()
     inner = made.model.layers[1].self_attn

@@ -66,6 +66,7 @@ def test_every_reference_and_every_batch_in_memory_give_the_same_run(values: dic
             assert one["rewards/margins"] == pytest.approx(two["rewards/margins"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_of_all_parameters_a_frozen_copy_is_the_reference(values: dict[str, Any]) -> None:
     full = {**values, "lora": None, "optimizer": {"lr": 1e-3}}
     folder, summary = run_recipe("dpo", full, max_steps=3)

@@ -35,6 +35,7 @@ def values(
     }
 
 
+@pytest.mark.full
 def test_texts_that_mean_the_same_come_close_and_others_separate(values: dict[str, Any]) -> None:
     folder, summary = run_recipe("embedding", values, max_steps=20, epochs=2)
     steps = lines(folder)

@@ -105,6 +105,7 @@ def test_the_student_answers_with_its_weights_as_they_are_now_shared_or_own(valu
             assert one["tokens"] == other["tokens"]
 
 
+@pytest.mark.full
 def test_the_most_probable_tokens_alone_give_nearly_the_same(values: dict[str, Any]) -> None:
     values |= {"on_policy": 0, "max_steps": 1}
     values["data"]["eval_fraction"] = 0

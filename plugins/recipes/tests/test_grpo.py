@@ -118,6 +118,7 @@ def test_the_first_update_is_taken_where_the_sampler_stood(values: dict[str, Any
     assert step["clip_ratio"] == 0
 
 
+@pytest.mark.full
 def test_answers_end_before_a_stop_text(values: dict[str, Any]) -> None:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     free, _ = train(values, max_steps=1)
@@ -142,6 +143,7 @@ def test_own_weights_synced_each_step_make_the_same_run_as_shared_ones(values: d
             assert one.get("reward") == pytest.approx(other.get("reward"), abs=1e-6)
 
 
+@pytest.mark.full
 def test_mini_batches_and_iterations_are_updates(values: dict[str, Any]) -> None:
     folder, _ = train(
         values, max_steps=2, mini_batch_size=8, num_iterations=2, save_every=1, micro_batch_size=4, old_logps="trainer",
@@ -193,6 +195,7 @@ def test_several_rewards_count_by_their_weights(values: dict[str, Any]) -> None:
         assert line["reward"] == pytest.approx(wanted)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_in_the_same_numbers(
     values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +217,7 @@ def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_in_the_same_numbers(
 # What goes wrong
 
 
+@pytest.mark.full
 def test_equal_rewards_teach_nothing_and_are_told_of_once(
     values: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +227,7 @@ def test_equal_rewards_teach_nothing_and_are_told_of_once(
     assert all(line["advantage"] == 0 for line in lines(folder, "completions.jsonl"))
 
 
+@pytest.mark.full
 def test_a_reward_that_is_no_number_stops_the_run_unless_told_otherwise(values: dict[str, Any]) -> None:
     values = merged(values, {"rewards": [{"name": "./rewards.py:junk"}], "max_steps": 1, "data": {"eval_fraction": 0}})
     with pytest.raises(DataError, match="junk"):

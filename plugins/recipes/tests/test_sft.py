@@ -147,6 +147,7 @@ def test_full_parameter_training_leaves_a_model_that_transformers_loads(values: 
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
+@pytest.mark.full
 def test_the_plan_names_the_plugin_behind_every_part(values: dict[str, Any]) -> None:
     folder, _ = train(
         values, max_steps=1, questions=["hello"], loss={"name": "./losses.py:Eventful", "args": {"at": 0, "event": ""}}
@@ -177,6 +178,7 @@ def test_the_plan_names_the_plugin_behind_every_part(values: dict[str, Any]) -> 
     assert metrics == ["LossMetric", "Accuracy", "TrainMetric"]
 
 
+@pytest.mark.full
 def test_best_and_last_name_whole_checkpoints(values: dict[str, Any]) -> None:
     folder, summary = train(values, save_every=1, save_total_limit=1)
     checkpoints = folder / "checkpoints"
@@ -269,6 +271,7 @@ def test_stopping_earlier_this_time_shortens_neither_the_run_nor_its_schedule(va
     assert [line["loss"] for line in lines(parts)] == [line["loss"] for line in lines(whole)]
 
 
+@pytest.mark.full
 def test_a_start_from_a_checkpoint_takes_optimizer_and_schedule_from_it(values: dict[str, Any]) -> None:
     folder, _ = train(values, max_steps=2)
     checkpoint = str(folder / "checkpoints" / "step-2")
@@ -396,6 +399,7 @@ def test_the_default_rows_have_their_names_filled_in(values: dict[str, Any], cap
     assert not [record for record in caplog.records if "{{" in record.getMessage()]
 
 
+@pytest.mark.full
 def test_a_finished_run_has_nothing_left_to_do(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     folder, first = train(values, max_steps=2, questions=["say 1"])
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
@@ -406,6 +410,7 @@ def test_a_finished_run_has_nothing_left_to_do(values: dict[str, Any], capsys: p
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_a_run_that_lost_its_result_saves_it_again(values: dict[str, Any]) -> None:
     folder, _ = train(values, max_steps=2)
     weights = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -414,6 +419,7 @@ def test_a_run_that_lost_its_result_saves_it_again(values: dict[str, Any]) -> No
     assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.full
 def test_packed_and_padding_free_rows_make_the_same_losses(values: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"lora": {"dropout": 0.0}, "max_steps": 3}
     plain, _ = train(values, **changes)
@@ -424,11 +430,13 @@ def test_packed_and_padding_free_rows_make_the_same_losses(values: dict[str, Any
     assert lines(packed)[0]["tokens"] > lines(plain)[0]["tokens"]
 
 
+@pytest.mark.full
 def test_recomputation_changes_no_number(values: dict[str, Any]) -> None:
     runs = [train(values, max_steps=2, model={"gradient_checkpointing": on})[0] for on in (False, True)]
     assert timeless(runs[0]) == timeless(runs[1])
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_a_step_is_continued_as_before(values: dict[str, Any]) -> None:
     changes = {"gradient_accumulation_steps": 2, "save_every": 2, "max_steps": 4, "data": {"eval_fraction": 0.0}}
     whole, _ = train(values, **changes)

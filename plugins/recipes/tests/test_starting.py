@@ -60,6 +60,7 @@ def policy(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_preferences_are_learnt_from_an_adapter_which_is_the_reference_too(
     values: dict[str, Any], adapter: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_preferences_are_learnt_from_an_adapter_which_is_the_reference_too(
     assert lines(cached)[1]["loss"] == pytest.approx(after["loss"], abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["shared", "own"])
 def test_a_policy_begins_with_an_adapter_and_stays_near_to_it(
     values: dict[str, Any], adapter: Path, weights: str
@@ -153,6 +155,7 @@ def test_a_run_of_another_recipe_says_what_can_be_begun_with(values: dict[str, A
             run_recipe("embedding", values, resume_from=str(place))
 
 
+@pytest.mark.full
 def test_a_reward_that_was_changed_is_not_gone_on_with(values: dict[str, Any]) -> None:
     config = policy(values)
     folder, _ = run_recipe("grpo", config)

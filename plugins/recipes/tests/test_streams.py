@@ -57,6 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.full
 def test_a_stream_begins_again_until_max_steps_and_resumes_bit_for_bit(place: Path) -> None:
     data = {"eval_id": str(place / "others.jsonl"), "shuffle_buffer": 4}
     folder, summary = train(configured(place, data, save_every=4))  # batches of 4, 4 and 2 rows, then anew
@@ -68,6 +69,7 @@ def test_a_stream_begins_again_until_max_steps_and_resumes_bit_for_bit(place: Pa
     assert numbers(later) == whole[4:]
 
 
+@pytest.mark.full
 def test_a_packed_stream_has_the_rows_of_the_stream(place: Path) -> None:
     folder, _ = train(configured(place, {"type": "IterablePackingDataset", "max_length": 4000}, max_steps=1))
     whole, _ = train(configured(place, {"slice": "0:10"}, max_steps=1, batch_size=10))

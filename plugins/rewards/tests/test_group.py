@@ -221,6 +221,7 @@ def test_an_async_reward_that_is_late_is_cancelled() -> None:
     assert cancelled.wait(30)
 
 
+@pytest.mark.full
 def test_an_isolated_reward_is_killed_when_its_time_is_over_may_end_its_process_and_answers_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_only_the_last_box_counts_and_a_truth_needs_none() -> None:
         MathReward()([row("\\boxed{2}", "2", key="answer")])
 
 
+@pytest.mark.full
 def test_hostile_formulas_earn_nothing_within_their_time_in_any_thread() -> None:
     hostile = ["9^{9^{9^{9}}}", "\\frac{" * 80 + "1" + "}" * 80, "(" * 499, "x" * 1_000_000]
     found: list[Any] = []

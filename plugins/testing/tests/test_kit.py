@@ -361,6 +361,7 @@ def test_pytest_skips_what_was_only_skipped_and_tells_every_reason(tmp_path: Pat
     assert "the component breaks the contract of its kind" in output
 
 
+@pytest.mark.full
 def test_pytest_makes_a_test_of_each_check(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from twinkle.reward import Reward\n\n\nclass Mine(Reward):\n    'Score.'\n\n"

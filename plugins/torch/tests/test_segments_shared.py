@@ -172,6 +172,7 @@ def test_mixed_dtypes_are_an_error_of_torch() -> None:
         segment_attention(q, k, v.float(), Segments.of(LENGTHS, parents=PARENTS))
 
 
+@pytest.mark.full
 def test_dropout_leaves_weights_out_and_keeps_the_mean() -> None:
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS)))
     segments = Segments.of(LENGTHS, parents=PARENTS)

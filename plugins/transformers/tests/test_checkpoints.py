@@ -45,6 +45,7 @@ def train(model: TransformersModel, calls: range, accumulation: int = 1) -> list
     return numbers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize(("accumulation", "stop"), [(1, 4), (3, 4)], ids=["at a step", "within an accumulation"])
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(

@@ -63,6 +63,7 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reader", READERS)
 def test_64_random_bytes_in_an_adapter_are_refused(folder: Path, saved: Path, reader: str) -> None:
     READERS[reader](folder, saved)

@@ -85,6 +85,7 @@ def of_short(free: int) -> int:
 # cutting
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["auto", True, False])
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_batch_is_cut_until_every_pass_fits_and_its_gradient_stays(

@@ -124,6 +124,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [True, False])
 def test_every_form_of_a_batch_gives_the_same_loss_and_gradients(folder: Path, lora: bool) -> None:
     model: Any = build(folder, lora)

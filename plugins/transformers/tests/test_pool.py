@@ -194,6 +194,7 @@ def test_defaults_of_the_model_hold_where_a_configuration_says_nothing(folder: P
 # threads
 
 
+@pytest.mark.full
 def test_one_thread_evaluates_while_another_trains(folder: Path) -> None:
     model, alone = adapters(folder), adapters(folder)
     rows = make_rows(2, (9, 14), seed=4)
@@ -228,6 +229,7 @@ def test_one_thread_evaluates_while_another_trains(folder: Path) -> None:
         assert torch.equal(flat_of(model, name), flat_of(alone, name))
 
 
+@pytest.mark.full
 def test_two_threads_train_two_adapters(folder: Path) -> None:
     model, alone = adapters(folder, 2), adapters(folder, 2)
     errors: list[BaseException] = []

@@ -47,6 +47,7 @@ def weights_of(model: Any, name: str) -> dict[str, torch.Tensor]:
 # losses
 
 
+@pytest.mark.full
 def test_losses_of_three_kinds_in_one_call_are_their_formulas_on_peft_s_logps(folder: Path) -> None:
     model = three_adapters(folder)
     model.set_loss("GRPOLoss", epsilon=0.2, adapter_name="b")
@@ -157,6 +158,7 @@ def test_a_tensor_of_arguments_is_cut_with_the_rows(folder: Path) -> None:
 # what one name returns
 
 
+@pytest.mark.full
 def test_one_name_returns_what_a_model_with_one_adapter_returns(folder: Path, tmp_path: Path) -> None:
     model = three_adapters(folder)
     model.save("a", str(tmp_path), adapter_name="a")

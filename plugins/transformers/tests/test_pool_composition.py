@@ -189,6 +189,7 @@ def test_a_composition_that_is_not_the_operations_own_is_refused(folder: Path) -
     assert flat_of(model, "t0").grad is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_it_holds_for_models_of_other_kinds(tmp_path: Path, kind: str) -> None:
     model = open_pool(tiny_model(tmp_path / kind, kind))

@@ -82,6 +82,7 @@ def test_two_operations_of_one_adapter_in_one_call_drop_other_features(folder: P
     assert torch.equal(flat_of(model, "a").grad, flat_of(serial, "a").grad)
 
 
+@pytest.mark.full
 def test_dropout_keeps_the_mean_and_is_off_without_training(folder: Path) -> None:
     model = open_pool(folder)
     model.add_adapter_to_model("drops", lora(4, lora_alpha=1, target_modules=["v_proj"], **DROPS), seed=3)

@@ -350,6 +350,7 @@ def test_dropout_on_experts_is_refused_where_it_would_act() -> None:
         fused(model, [mine], sum(LENGTHS))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]])
 def test_peft_loads_what_is_written_here_and_its_files_are_read_here(

@@ -155,12 +155,14 @@ def fails_alone(model: Any, rows: list[Row], error: type[Exception], match: str)
     model.clip_grad_and_step(adapter_name=["a", "b", "c"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_row_harms_its_own_operation(model: Any, name: str) -> None:
     change, error, match = ROWS[name]
     fails_alone(model, broken(change), error, match)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_bad_loss_harms_its_own_operation(model: Any, name: str) -> None:
     loss, error, match = LOSSES[name]
@@ -274,6 +276,7 @@ def test_an_interrupted_call_of_several_passes_does_each_operation_whole_or_not_
 # calls that make no sense
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -190,6 +190,7 @@ def test_a_saved_adapter_that_a_pool_cannot_honour_is_refused(folder: Path, tmp_
         open_pool(folder).add_adapter_to_model("x", str(tmp_path / "nowhere"))
 
 
+@pytest.mark.full
 def test_a_snapshot_moves_between_pools_and_goes_on_bit_for_bit(folder: Path) -> None:
     config = lora(4, lora_dropout=0.1)
     whole = trained(folder, config, steps=4)

@@ -257,6 +257,7 @@ def test_a_patch_of_the_module_itself_is_seen_by_the_next_operation(folder: Path
     assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("by", ["the model", "its module"])
 @pytest.mark.parametrize("kind", [TransformersModel, MultiLoraTransformersModel])
 def test_a_sampler_that_shares_the_model_follows_its_patches(folder: Path, kind: Any, by: str) -> None:

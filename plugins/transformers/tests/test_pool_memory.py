@@ -151,6 +151,7 @@ def test_recomputation_changes_no_number(folder: Path) -> None:
 # admission
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_recomputed_first_and_then_made_in_smaller_passes(folder: Path) -> None:
     wanted = expected(folder)
     probe = opened(folder)

@@ -433,6 +433,7 @@ def test_recomputation_changes_no_bit(folder: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(again, kept, strict=True)), VERSION
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_shared_prefixes_change_nothing_beyond_rounding(tmp_path: Path, architecture: str) -> None:
     """Groups as GRPO has them: the rows of a group begin with one prompt, and one row is a prefix of another."""

@@ -208,6 +208,7 @@ def size_of(folder: Path) -> int:
     return int(model.pool.bytes_of("a").device)
 
 
+@pytest.mark.full
 def test_adapters_stay_within_their_bound_and_train_as_if_there_were_none(folder: Path) -> None:
     size = size_of(folder)
     names = [f"t{number}" for number in range(7)]

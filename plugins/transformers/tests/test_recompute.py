@@ -80,6 +80,7 @@ def test_a_footprint_is_fitted_exactly_to_constant_line_and_parabola() -> None:
     assert measure(forward, [], unit=5) == Footprint(fixed=4000, per_token=12, per_pair=8)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])

@@ -69,6 +69,7 @@ def test_the_reference_by_a_switched_off_adapter_is_a_separate_model_and_margins
     assert float((moved - wanted).abs().max()) > 1e-2
 
 
+@pytest.mark.full
 def test_every_way_to_give_the_reference_makes_the_same_update(folder: Path, pairs: Any) -> None:
     separate = TransformersModel(model_id=str(folder), mixed_precision="no")
     logps = separate.forward_only(inputs=pairs, micro_batch_size=3)["logps"]

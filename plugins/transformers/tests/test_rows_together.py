@@ -86,6 +86,7 @@ def spread(rows: list[dict[str, Any]], values: list[torch.Tensor], left: bool = 
     return whole
 
 
+@pytest.mark.full
 def test_grpo_updates_alike_however_the_rows_are_cut(folder: Path, rows: list[dict[str, Any]]) -> None:
     reference = Reference(folder, rows)
     old = [logps.detach() + shift for logps, shift in zip(reference.logps, shifts(rows, 0.3, 2), strict=True)]
@@ -113,6 +114,7 @@ def dpo_update(reference: Reference, ref: list[torch.Tensor]) -> dict[str, torch
     return reference.update(-torch.nn.functional.logsigmoid(0.5 * margins).mean())
 
 
+@pytest.mark.full
 def test_dpo_updates_alike_however_the_pairs_are_cut(folder: Path, rows: list[dict[str, Any]]) -> None:
     reference = Reference(folder, rows)
     ref = [logps.detach() + shift for logps, shift in zip(reference.logps, shifts(rows, 0.3, 2), strict=True)]

@@ -213,6 +213,7 @@ def test_the_models_own_end_token_ends_it(sampler):
     assert response.sequences[0].tokens[-1] == token
 
 
+@pytest.mark.full
 def test_a_stop_string_ends_it_and_is_not_decoded(sampler):
     ids = [5, 6, 7]
     for seed in range(50):

@@ -152,6 +152,7 @@ def test_a_prompt_with_broken_logits_breaks_no_other_that_begins_like_it(folder:
     assert [tokens_of([handle.result()])[0] for handle in handles[1:]] == expected
 
 
+@pytest.mark.full
 def test_adapters_share_no_head_with_each_other(
     folder: Path, adapters: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_what_ran_while_weights_were_written_serves_no_later_prompt(folder: Path
     assert tokens_of(sampler.sample(rows(ALIKE[1:2]), GREEDY)) == expected[1:]  # after it
 
 
+@pytest.mark.full
 def test_rows_that_begin_alike_are_bit_equal_alone_and_among_others_where_that_is_asked_for(folder: Path) -> None:
     prompts = [[*HEAD[:32], *[n] * 7] for n in range(12)]
     params = {"temperature": 0, "max_tokens": 6, "logprobs": 3, "stop": []}

@@ -35,6 +35,7 @@ def arrivals(draw: random.Random) -> Iterator[tuple[list[int], dict[str, Any]]]:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [12, 19])
 def test_answers_are_those_of_each_prompt_alone_whatever_comes_and_goes(folder: Path, number: int) -> None:
     draw = random.Random(number)

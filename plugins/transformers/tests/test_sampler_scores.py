@@ -75,6 +75,7 @@ def test_the_prompt_is_scored_at_a_temperature_of_its_own(
     assert first[1] == near(table_of(PROMPT, temperature or 1.0)[-1, first[0]].item())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("last", [0, 1, 5, len(PROMPT) - 1, len(PROMPT), 500])
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_only_the_last_tokens_are_scored(sampler: Any, table_of: Any, last: int, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ def test_a_stream_gives_the_text_piece_by_piece(folder):
     assert len(pieces) > 5
 
 
+@pytest.mark.full
 def test_a_stream_shows_nothing_of_its_stop_string(folder):
     sampler = sampler_of(folder)
     for seed in range(40):

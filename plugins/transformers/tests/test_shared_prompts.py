@@ -53,6 +53,7 @@ def tokens_seen(model: TransformersModel) -> list[int]:
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processor", [{}, {"padding_side": "left"}, {"padding_free": True}], ids=str)
 @pytest.mark.parametrize("size", [None, 4])
 def test_a_step_of_grpo_is_the_same_and_reads_each_prompt_once(folder: Path, processor: Any, size: int | None) -> None:

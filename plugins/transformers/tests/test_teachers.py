@@ -175,6 +175,7 @@ def forms(teacher: Any, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_update_is_that_of_plain_torch_however_the_rows_are_cut(folders: Any, rows: Any, side: str) -> None:
     loss, gradient = reference(folders, rows, beta=0.3)
@@ -199,6 +200,7 @@ def left_form(teacher: Any, rows: Any) -> dict[str, Any]:
     return {"teacher_logits": teacher.forward_only(inputs=rows, return_logits=True, micro_batch_size=2)["logits"]}
 
 
+@pytest.mark.full
 def test_adapters_of_a_pool_learn_from_a_teacher_in_one_pass_what_each_learns_alone(folders: Any, rows: Any) -> None:
     teacher = opened(folders[1])
     given = forms(teacher, rows)

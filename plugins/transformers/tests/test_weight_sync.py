@@ -104,6 +104,7 @@ def test_after_a_sync_log_probabilities_are_the_trainers(folder: Path, kind: str
         assert apart(model, sampler) > 1e-5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
 def test_merged_weights_are_those_of_peft(folder: Path, kind: str) -> None:
     model, sampler = trainer(folder, KINDS[kind]), TorchSampler(folder)
@@ -220,6 +221,7 @@ def test_prompts_are_read_anew_after_each_sync(folder: Path, merge: bool) -> Non
         assert known == [0, 32]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("stepwise", [True, False])
 def test_a_stream_that_runs_ends_with_the_weights_that_it_began_with(

@@ -243,6 +243,7 @@ def test_nothing_is_in_what_can_be_read_of_it(worked: Worked) -> None:
     assert {name: found for name, data in worked.seen.items() if (found := worked.found_in(data))} == {}
 
 
+@pytest.mark.full
 def test_a_failure_that_nobody_foresaw_is_logged_without_it() -> None:
     router, key = APIRouter(), new_key()
 

@@ -68,6 +68,7 @@ def test_a_hub_without_it_is_told_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.full
 def test_another_name_is_the_only_one(tmp_path: Path) -> None:
     process = Process(tmp_path / "data", "--name", "ours/best", "--no-auth").start()
     try:

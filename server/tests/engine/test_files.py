@@ -131,6 +131,7 @@ def test_after_a_kill_the_folder_is_whole_or_not_there(tmp_path: Path, point: st
     assert set(verify(folder).files) == {"weights.bin", "state.json"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("point", POINTS[:-1])
 @pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
 def test_an_error_of_the_disk_at_a_failpoint_leaves_nothing(

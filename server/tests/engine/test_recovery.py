@@ -62,6 +62,7 @@ def test_a_model_that_changed_is_snapshotted_after_some_time_without_any_message
         assert made.wait(messages.SNAPSHOTTED).head["number"] == 2
 
 
+@pytest.mark.full
 def test_large_payloads_make_a_snapshot_due(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")

@@ -73,6 +73,7 @@ def _settings(data: Path, **more: Any) -> Settings:
     return Settings(str(MODEL), data, name="ledger", backend=ENGINE, snapshot_steps=3, extra=extra, **more)
 
 
+@pytest.mark.full
 def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         draw, store = random.Random(6), open_store(tmp_path)
@@ -106,6 +107,7 @@ def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:
     within(3 * SOON, scenario)
 
 
+@pytest.mark.full
 def test_an_abandoned_service_is_taken_up_by_the_next_on_the_same_directory(tmp_path: Path) -> None:
     async def first() -> list[str]:
         store = open_store(tmp_path)

@@ -159,6 +159,7 @@ def test_a_first_start_that_was_killed_leaves_files_of_sqlite_which_the_next_one
     open_store(tmp_path).close()
 
 
+@pytest.mark.full
 def test_serve_prints_no_new_key_beside_checkpoints_of_a_lost_database(data: Path) -> None:
     (data / "twinkle.db").unlink()
     before = content(data)

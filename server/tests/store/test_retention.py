@@ -159,6 +159,7 @@ def test_every_folder_that_something_needs_is_known(store: Store, run: Run, mode
     assert run(store.retention.referenced()) == (expected | {"snapshots/a"}) - {path("sampler")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("operations", [5_000, pytest.param(50_000, marks=pytest.mark.soak)])
 def test_the_database_stays_bounded(
     store: Store, run: Run, model: Model, monkeypatch: pytest.MonkeyPatch, operations: int

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,7 @@ def test_any_json_is_a_pass_or_refused(work: Any):
     is_read_or_refused(lambda: pass_message({"model_id": "m", "seq_id": 1}, body, forward_only=False))
 
 
+@pytest.mark.full
 @given(JSON, JSON, JSON, JSON)
 @settings(max_examples=200)
 def test_any_json_is_a_tensor_or_refused(data: Any, shape: Any, rows: Any, columns: Any):

@@ -240,6 +240,7 @@ def test_the_engine_imports_nothing_of_the_plugin(shared, monkeypatch):
     assert not [name for name in sys.modules if name.startswith("acme_rogue")]
 
 
+@pytest.mark.full
 def test_secrets_of_the_environment_do_not_reach_a_worker(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("ACME_API_KEY", "secret")
@@ -346,6 +347,7 @@ def test_no_more_workers_are_kept_than_the_limit(base, tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.full
 def test_nothing_that_a_loss_started_outlives_the_workers(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
     bench.create("a")
@@ -384,6 +386,7 @@ while time.monotonic() < end:
 """
 
 
+@pytest.mark.full
 def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
     monkeypatch.setattr(twinkle_server.engine.losses.workers.child, "_TRANSFER", 0.5)
     ours, theirs = socket.socketpair()
@@ -397,6 +400,7 @@ def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
     assert late.value.slow
 
 
+@pytest.mark.full
 def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     ours, theirs = socket.socketpair()
     child = Child(ours, None, MEMORY)

@@ -136,6 +136,7 @@ def test_a_checkpoint_of_another_shape_changes_nothing(trained, kind):
     assert same(trained.weights("a"), before)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("broken", ["state.json", "state.safetensors"])
 @pytest.mark.parametrize("how", ["gone", "cut", "noise"])
 def test_damaged_files_are_an_error_and_leave_nothing(trained, broken, how):
@@ -229,6 +230,7 @@ def test_a_model_that_is_removed_leaves_zeros_and_its_name_is_free(trained):
     assert alone[0] == pytest.approx(base.detach().numpy(), abs=1e-5)
 
 
+@pytest.mark.full
 def test_models_that_are_paged_out_come_back_as_they_were(base, tmp_path, fresh):
     room = fresh()
     small = fresh(extra={"model": {"adapter_memory": 400_000, "host_memory": 300_000}})

@@ -78,6 +78,7 @@ def test_the_scale_is_32_over_the_rank(bench, rank):
     assert f'"r": {rank}' in config
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_losses_and_three_updates_are_those_of_peft_and_torch(bench, name):
     bench.create("a")
