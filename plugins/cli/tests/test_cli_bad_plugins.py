@@ -2,6 +2,7 @@
 
 import json
 import os
+import py_compile
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_a_module_that_is_not_python(source: str, make_plugin: Make) -> None:
     (plugin,) = json.loads(told("info", "acme_bad", "--json"))
     assert [line.partition(":")[0] for line in plugin["broken"]] == ["AcmeLoss"]
     assert "but parts of it are broken" in told("info", "acme_bad")
+
+
+def test_bytecode_speaks_for_its_own_source_alone(make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
+    part, first = folder / "parts.py", f"broken module: acme_bad: {folder / 'parts.py'}"
+    py_compile.compile(str(part), invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP)
+    assert first not in told("doctor")
+    part.write_text(f"{WHOLE}def f(:\n")  # of another size than the bytecode is for
+    assert first in told("doctor")
+    part.write_text(WHOLE)
+    os.utime(part, (1.0, 1.0))  # of another time
+    damaged = part.read_text().replace("class", "klass")  # of the same size
+    part.write_text(damaged)
+    os.utime(part, (1.0, 1.0))
+    assert first in told("doctor")
 
 
 def test_a_part_that_no_manifest_names_is_found_too(make_plugin: Make) -> None:
