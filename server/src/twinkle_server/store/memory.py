@@ -4,7 +4,6 @@ Nothing is durable, no lease is held, and nothing is ever purged.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,9 @@ from twinkle_server.store.journal import LOST_DIGEST, is_ours, new_request
 class MemoryJournal:
     """The `Journal` of `ports`, in dictionaries; the `also` functions of operations write to a database."""
 
-    def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, secret: bytes) -> None:
         """Use a database for `also` functions."""
-        self._database, self._secret, self._clock = database, secret, clock
+        self._database, self._secret = database, secret
         self._operations: dict[int, Operation] = {}
         self._digests: dict[int, bytes] = {}
         self._outcomes: dict[int, Outcome] = {}
