@@ -13,7 +13,7 @@ from service_simulation.reference import Event, History, Violation
 from service_simulation.simulation import Report, simulate
 
 FEW = 20
-"""Seeds of which `make test` runs the simulation; `make soak` runs `MANY` others."""
+"""Seeds of which `make test` runs some and `make test-all` the rest; `make soak` runs `MANY` others."""
 MANY = 3000
 
 
