@@ -222,7 +222,8 @@ def test_custom_losses_are_checked_and_named_where_they_are_switched_on(served):
     assert answer["loss_id"].startswith("loss.")
     evil = {**total, "op": "call_function", "target": "os.system"}
     refused = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [start, evil, end]}})
-    assert (refused.status_code, "'os.system'" in refused.json()["detail"]) == (400, True)
+    assert refused.status_code == 400
+    assert "unsupported operation 'os.system'" in refused.json()["detail"]
     assert client.post("/retrieve_future", json={"request_id": "loss.x"}).status_code == 404
 
 
