@@ -178,6 +178,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_one(
 @pytest.fixture(scope="module")
 def one_again(folder: Path, two: dict[str, list[Any]]) -> dict[str, Any]:
     """The checkpoints of two ranks, resumed on one and saved again."""
+    assert two["checkpoints"]  # writes them
     seen: dict[str, Any] = run(folder, "resumed", 1)["resumed"][0]
     return seen
 
@@ -203,8 +204,8 @@ def test_every_optimizer_trains_and_resumes_alike_on_both_ways(folder: Path) -> 
 def test_a_sharded_checkpoint_is_a_folder_that_transformers_reads(folder: Path, two: dict[str, list[Any]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "saved" / "FSDP2-full", dtype=torch.float32)
     wanted = two["checkpoints"][0]["FSDP2 full at the checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "saved" / "FSDP2-full", dtype=torch.float32)
     found = dict(model.named_parameters())
     assert {name: found[name].double().flatten().tolist() for name in wanted} == wanted
 
