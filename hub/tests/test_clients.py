@@ -147,6 +147,7 @@ def test_the_older_variable_of_modelscope_is_enough(hub: FakeHub, run, name: str
     assert "modelscope" in done.stdout
 
 
+@pytest.mark.full
 def test_a_new_download_writes_lines_into_a_file_and_bars_on_a_terminal(
     hub: FakeHub, run, name: str, tmp_path: Path
 ) -> None:

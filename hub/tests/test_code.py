@@ -62,6 +62,7 @@ def test_the_files_of_a_commit_arrive(hub: FakeHub, client: Any, scheme, name, t
         client(ask, **where, target=tmp_path / "b")
 
 
+@pytest.mark.full
 def test_a_connection_that_breaks_leaves_a_whole_folder_or_an_empty_one(hub, client, scheme, name, tmp_path) -> None:
     commit = hub.add(name, {**FILES, "big.txt": "b" * 9000}).branches["main"]
     where = {"scheme": scheme, "repo": name, "commit": commit}

@@ -27,6 +27,7 @@ def test_a_model_comes_whole_and_is_not_fetched_twice(hub: FakeHub, client: Any,
     assert len(asked("GET", "model.safetensors")) == before == 1
 
 
+@pytest.mark.full
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, client: Any, scheme, name) -> None:
     repository = hub.add(name, {"config.json": "1"})
     first = repository.branches["main"]
@@ -107,6 +108,7 @@ def test_a_repository_that_is_not_there(hub: FakeHub, client: Any, scheme, name)
         client("HubOperation.download_model(id, token=token)", id=f"{scheme}://{name}", token=TOKEN)
 
 
+@pytest.mark.full
 def test_a_connection_that_breaks_is_taken_up_where_it_stopped(hub: FakeHub, client: Any, scheme, name, asked) -> None:
     hub.add(name, {"config.json": "{}", "model.safetensors": BIG})
     hub.cut(rf"GET .*{name}.*model.safetensors", after=11_000_000)
@@ -121,6 +123,7 @@ def test_a_hub_that_fails_once_is_asked_again(hub: FakeHub, client: Any, scheme,
     assert client("files(HubOperation.download_model(id))", id=f"{scheme}://{name}") == FILES
 
 
+@pytest.mark.full
 def test_a_repository_that_vanishes_is_told_and_the_next_call_goes_on(hub, client, scheme, name, asked) -> None:
     hub.add(name, {"config.json": "{}", "model.safetensors": BIG})
     hub.cut(rf"GET .*{name}.*model.safetensors", after=11_000_000)

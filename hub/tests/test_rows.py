@@ -31,6 +31,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.full
 def test_splits_slices_and_options(hub: FakeHub, client: Any, scheme: str, name: str) -> None:
     repository = hub.add(name, FILES, repo_type="dataset")
     repository.commit({"train.jsonl": '{"query": "new", "n": 9}\n'}, branch="side")

@@ -196,6 +196,7 @@ def test_what_cannot_begin_is_told_at_the_call(checkpoint: Path, tmp_path: Path)
         HubOperation.wait_for("x")
 
 
+@pytest.mark.full
 def test_a_process_ends_when_its_uploads_have(hub: FakeHub, run, scheme: str, name: str, checkpoint: Path) -> None:
     hub.slow(rf"POST .*{name}/commit", 0.5)
     done = run(

@@ -150,6 +150,7 @@ def test_a_repository_for_a_hub_has_no_metadata_of_pip_and_relative_imports(bake
     assert spec.ref.endswith("patch:AcmeMyHubRepoPatch")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "component"),
     [
@@ -164,6 +165,7 @@ def test_the_class_is_called_after_the_distribution(name: str, component: str, t
     assert f"class {component}(Loss)" in (folder / "src" / name.replace("-", "_") / "loss.py").read_text("utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", ["tool-parser", "tool_parser"])
 def test_hyphens_and_underscores_of_a_kind_are_the_same(asked: str, tmp_path: Path) -> None:
     assert (bake(asked, "acme-calls", tmp_path) / "src/acme_calls/tool_parser.py").is_file()
@@ -240,6 +242,7 @@ def test_nothing_is_left_where_it_fails_half_way(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_author_is_gits_and_else_a_plain_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baking, "git_author", lambda: "Grace Hopper")
     assert "Grace Hopper" in (bake("loss", "acme-one", tmp_path) / "LICENSE").read_text("utf-8")

@@ -107,6 +107,7 @@ async def arrive(url: str, order: Sequence[int]) -> None:
         trainer.history.check()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", permuted(16, 8), ids=lambda order: "-".join(map(str, order)))
 def test_any_order_of_arrival_is_the_order_of_numbers(counting: Served, order: list[int]) -> None:
     asyncio.run(arrive(counting.url, order))

@@ -46,9 +46,9 @@ def raw(served: Served) -> Iterator[Raw]:
         yield connection
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service that counts instead of training, one for each file of tests, with short times."""
+    """A service that counts instead of training, shared by all tests, with short times."""
     times = {"poll": 2.0, "gap_pause": 0.3, "gap_fail": 2.0, "session": 300.0}
     service = ledger(tmp_path_factory.mktemp("counting") / "data", {"times": times}).start()
     yield service

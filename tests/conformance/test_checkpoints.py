@@ -42,6 +42,7 @@ def test_lines_92_93_what_is_saved_has_a_path_that_the_sdk_reads(trained: RawMod
     assert len(sampler.greedy([1, 2, 3], 3)) == 3
 
 
+@pytest.mark.full
 def test_line_94_training_goes_on_from_a_checkpoint_as_if_never_interrupted(
     served: Served, tiny: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_line_98_a_sampler_from_a_path_has_the_numbers_of_the_time_of_saving(raw
     np.testing.assert_allclose(raw.sampler(model_path=path).scores(TOKENS)[1:], then, atol=1e-4)
 
 
+@pytest.mark.full
 def test_line_99_a_name_is_taken_unless_it_may_be_replaced(raw: Raw, trained: RawModel) -> None:
     path = trained.save("a")
     first = trained.logprobs(OTHER)
@@ -245,6 +247,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Raw, Raw]]:
     service.stop()
 
 
+@pytest.mark.full
 def test_line_105_another_key_reads_a_checkpoint_only_while_it_is_public(two: tuple[Raw, Raw]) -> None:
     mine, theirs = two
     model = mine.model()
@@ -320,6 +323,7 @@ def test_line_106_weights_info_says_how_the_adapter_was_made(raw: Raw) -> None:
         assert (found["train_attn"], found["train_mlp"], found["train_unembed"]) == (True, False, True)
 
 
+@pytest.mark.full
 def test_line_107_external_files_are_peft_files_with_the_models_numbers(
     trained: RawModel, tiny: Path, tmp_path: Path
 ) -> None:

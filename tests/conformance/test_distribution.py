@@ -31,6 +31,7 @@ def expected(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.5, -1, 1.0), (1.0, 8, 1.0), (1.0, -1, 0.3)]
 )

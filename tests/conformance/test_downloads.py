@@ -81,6 +81,7 @@ def test_line_107_an_encrypted_export_is_renewed_and_deleted_as_others_are(raw: 
     assert raw.send(f"{place(path)}/external_weights_urls", method="GET").status_code == 404
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrong", [["nobody"], ["age1qqqq"], ["ssh-ed25519 AAAA"], []])
 def test_recipients_that_are_none_are_the_users_fault_and_the_model_stays_usable(
     raw: Raw, trained: RawModel, wrong: list[str]

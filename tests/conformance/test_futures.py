@@ -34,6 +34,7 @@ def long_sample(raw: Raw) -> str:
     return str(promise["request_id"])
 
 
+@pytest.mark.full
 def test_line_61_a_poll_is_held_and_then_says_try_again(two: Served) -> None:
     with Raw(two.url, two.key) as raw:
         request = never_done(raw)
@@ -121,6 +122,7 @@ def test_line_65_a_result_that_is_no_longer_kept_is_a_410(tmp_path_factory: pyte
         service.stop()
 
 
+@pytest.mark.full
 def test_line_67_a_future_says_why_it_waits(two: Served) -> None:
     with Raw(two.url, two.key) as raw:
         answer = raw.poll(never_done(raw)).json()

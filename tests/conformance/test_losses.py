@@ -70,6 +70,7 @@ def compare(
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [(name, config) for name, configs in CONFIGS.items() if name != "gspo" for config in configs],
@@ -81,6 +82,7 @@ def test_lines_38_40_a_loss_and_its_gradient_are_the_published_formula(
     compare(raw, start, tiny, name, config, None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("config", CONFIGS["gspo"], ids=["defaults", "wide"])
 def test_line_39_gspo_is_its_formula(

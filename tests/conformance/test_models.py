@@ -40,6 +40,7 @@ PARTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("left_out", PARTS)
 def test_line_24_what_is_not_to_be_trained_has_no_parameter(raw: Raw, tmp_path: Path, left_out: str) -> None:
     model = raw.model(lora={"rank": 4, left_out: False})
@@ -61,6 +62,7 @@ def test_line_24_rank_is_honoured_and_the_scale_is_32_over_rank(raw: Raw, tmp_pa
     assert {value.shape[0] for name, value in weights.items() if "lora_A" in name} == {4}
 
 
+@pytest.mark.full
 def test_line_25_a_seed_gives_the_same_adapter_bit_for_bit(raw: Raw, tmp_path: Path) -> None:
     weights = [
         load_file(export(raw.model(lora={"seed": seed}), f"m{at}", tmp_path) / "adapter_model.safetensors")

@@ -46,6 +46,7 @@ ADAMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("adam", ADAMS)
 def test_line_49_three_steps_are_those_of_torch(
     raw: Raw, start: tuple[str, Path], tiny: Path, tmp_path: Path, adam: str
@@ -53,6 +54,7 @@ def test_line_49_three_steps_are_those_of_torch(
     follow(raw, start, tiny, tmp_path, ADAMS[adam])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("limit", [1e-2, 1e9, 0.0])
 def test_line_50_the_summed_gradient_is_clipped_by_its_norm_and_0_is_no_limit(
     raw: Raw, start: tuple[str, Path], tiny: Path, limit: float

@@ -96,6 +96,7 @@ def test_line_58_what_waits_for_a_number_that_never_comes_fails(counted: Raw) ->
     assert model.forward_backward([row(ROWS[0])]), "the queue goes on behind the gap"
 
 
+@pytest.mark.full
 def test_line_58_a_request_that_comes_after_its_number_was_given_up_is_told_so_and_never_runs(counted: Raw) -> None:
     model = counted.model()
     with pytest.raises(Failed, match="number 1 of this model did not arrive"):

@@ -160,6 +160,7 @@ def bad_rows() -> dict[str, tuple[Any, str, str]]:
     }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrong", bad_rows())
 def test_lines_41_47_59_a_bad_row_fails_its_own_future_in_words(raw: Raw, tmp_path: Path, wrong: str) -> None:
     bad, loss, word = bad_rows()[wrong]
@@ -200,6 +201,7 @@ def test_line_43_neighbours_and_padding_change_nothing(raw: Raw) -> None:
     np.testing.assert_allclose(alone, mixed, atol=1e-5)
 
 
+@pytest.mark.full
 def test_line_44_the_sdk_puts_many_chunks_together_in_order(served: Served, tiny: Path) -> None:
     with sdk.opened(served.url) as client:
         training = sdk.trainer(client, str(tiny), rank=2)

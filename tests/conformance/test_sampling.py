@@ -63,6 +63,7 @@ def test_line_73_a_stop_token_ends_the_sequence_and_is_its_last(raw: Raw) -> Non
     assert sequence.stop_reason == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", ["text", "list"])
 def test_line_74_a_stop_string_ends_the_sequence_and_is_in_it_once(raw: Raw, tiny: Path, shape: str) -> None:
     from transformers import AutoTokenizer

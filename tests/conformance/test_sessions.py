@@ -41,6 +41,7 @@ def until_freed(raw: Raw, kept: str, swaps: float) -> None:
     raise AssertionError(f"{left - swaps} models have left, and there are {models}")
 
 
+@pytest.mark.full
 def test_line_14_every_session_has_an_id_of_its_own(counted: Raw) -> None:
     found = {counted.session() for _ in range(20)}
     assert len(found) == 20

@@ -44,6 +44,7 @@ def test_line_2_dynamic_config_is_an_object(raw: Raw) -> None:
     assert isinstance(raw.post("/client/dynamic_config", {"sdk_version": "0.38.0"}), dict)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", [None, "tml-" + "x" * 43, "eyJ.a.b", "", "tml-"])
 def test_line_3_without_a_known_key_every_route_answers_401_with_words(guarded: Served, key: str | None) -> None:
     with Raw(guarded.url, key) as raw:
@@ -121,6 +122,7 @@ BAD_BODIES = [  # what is no JSON or protobuf at all, or names no path, is 400; 
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("path", "body", "status"), BAD_BODIES)
 def test_line_9_what_makes_no_sense_is_answered_in_words_and_not_to_be_sent_again(
     raw: Raw, path: str, body: bytes, status: int

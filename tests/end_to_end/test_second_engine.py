@@ -57,6 +57,7 @@ def test_it_keeps_the_contract(backend: str) -> None:
     assert {result.name for result in report.skipped} == ABSENT
 
 
+@pytest.mark.full
 def test_both_engines_compute_the_same_update_and_read_each_others_adapters(
     backend: str, tiny: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_the_sdk_trains_saves_samples_and_goes_on_after_the_engine_was_killed(se
         assert (repeated.tokens, repeated.logprobs) == (drawn.tokens, drawn.logprobs)
 
 
+@pytest.mark.full
 def test_two_tenants_train_at_once_as_if_each_were_alone(service: Served, tiny: Path) -> None:
     keys = [service.new_key(name) for name in ("ada", "bob")]
     with sdk.opened(service.url, keys[0]) as ada, sdk.opened(service.url, keys[1]) as bob:

@@ -106,6 +106,7 @@ def test_its_number_is_that_of_its_formula(training: Any, config: dict[str, floa
     )
 
 
+@pytest.mark.full
 def test_it_trains(training: Any) -> None:
     losses = []
     for _ in range(8):

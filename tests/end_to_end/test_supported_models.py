@@ -162,6 +162,7 @@ VISION = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("name", "family"),

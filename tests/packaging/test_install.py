@@ -52,6 +52,7 @@ def test_core_alone_lists_itself(core_alone: Environment) -> None:
     assert "twinkle 0.1.0" in core_alone.run("twinkle", "--version").stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("room", ["loss", "metric", "dataset", "template", "processor", "recipe"])
 def test_core_alone_has_every_room(room: str, core_alone: Environment) -> None:
     core_alone.run("python", "-W", "error", "-c", f"import twinkle.{room}; dir(twinkle.{room})")

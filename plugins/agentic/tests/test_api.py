@@ -220,6 +220,7 @@ def test_an_answer_that_is_none_is_an_error(client: Client, answer: Any) -> None
         api(ask("hi")[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
@@ -366,6 +367,7 @@ def test_each_trajectory_ends_in_its_own_way(client: Client, monkeypatch: pytest
     assert KEY not in str(rows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("calls", ["junk", [1], [{"function": 3}], [{"function": {"name": None}}], [{}]])
 def test_calls_that_are_none_end_their_own_trajectory(client: Client, calls: Any) -> None:
     def answer(body: dict[str, Any], number: int) -> Answer:

@@ -32,6 +32,7 @@ def test_a_system_prompt_is_shown_and_not_trained_and_replaces_the_familys_own(f
     assert text == encoded(family, talk("q", "a"), default_system="be brief")
 
 
+@pytest.mark.sample(2)
 @EVERY
 @settings(max_examples=15, deadline=None)
 @given(

@@ -114,6 +114,7 @@ def talk(*turns: str, system: str | None = None) -> dict[str, Any]:
     return {"messages": ([{"role": "system", "content": system}] if system is not None else []) + messages}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), system=st.none() | WORDS)

@@ -386,6 +386,7 @@ def test_truncation_keeps_the_labels_of_what_it_keeps(family: str, strategy: Any
         assert part["labels"] == [*whole["labels"][first : last - 1], -100]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["Gemma 4", "Gemma 4, newest", "gpt-oss", "R1-Distill-Qwen", "Qwen3.5", "Llama 3.1"])
 @pytest.mark.parametrize("name", ["text and call", "calls in turn"])
 def test_a_loss_scale_by_role_weights_what_is_trained_and_nothing_else(family: str, name: str) -> None:

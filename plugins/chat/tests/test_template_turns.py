@@ -44,6 +44,7 @@ def work(family: str, row: dict[str, Any]) -> tuple[int, int]:
     return counting.calls, counting.characters
 
 
+@pytest.mark.sample(2)
 @EVERY
 def test_ten_times_the_turns_are_ten_times_the_work(family: str) -> None:
     calls, characters = work(family, talk(*["some words"] * 20))
@@ -52,6 +53,7 @@ def test_ten_times_the_turns_are_ten_times_the_work(family: str) -> None:
     assert more_characters < 11 * characters
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", CALLS)
 def test_so_it_is_with_tools(family: str) -> None:
     def agent(steps: int) -> dict[str, Any]:
@@ -82,6 +84,7 @@ FRAGMENTS = [
 SAYS = st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v4"])  # it marks its turns itself
 @settings(max_examples=12, deadline=None)
 @given(says=st.lists(st.tuples(SAYS, SAYS, st.none() | SAYS), min_size=1, max_size=4), thinking=st.booleans())

@@ -251,6 +251,7 @@ def test_the_doctor_finds_everything_that_is_wrong(make_plugin: Make, monkeypatc
     assert text.endswith(" problems found\n")
 
 
+@pytest.mark.full
 def test_the_doctor_tells_an_author_all_of_a_manifest_at_once_and_where_it_is(make_plugin: Make) -> None:
     wrong = '[[component]]\nkind = "los"\nname = "X"\nref = "a.b:C"\nsumary = "?"\n'
     folder = make_plugin("acme_typo", wrong)
@@ -260,6 +261,7 @@ def test_the_doctor_tells_an_author_all_of_a_manifest_at_once_and_where_it_is(ma
     assert f"-> edit {folder / 'twinkle-plugin.toml'}" in found
 
 
+@pytest.mark.full
 def test_the_doctor_finds_hooks_that_are_not_there(make_plugin: Make) -> None:
     make_plugin("acme_hookless", "", core=">=0.1,<1")
     folder = make_plugin("acme_hooks", 'hooks = { module = "acme_hooks.gone", implements = ["twinkle_run_end"] }\n')

@@ -76,6 +76,7 @@ def test_several_problems_are_told_apart_with_their_lines(make_plugin: Make) -> 
     assert all(problem in told("info", "acme_bad") for problem in problems)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("core", "update"),
     [(">=9", "'twinkle-core>=9'"), ("<0.1", "'twinkle-core<0.1'"), (">=0.1,<0.1.0", "'twinkle-core>=0.1,<0.1.0'")],
@@ -163,6 +164,7 @@ def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plug
     assert "lacks" in told("info", "acme_bad")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("source", ["class AcmeLoss\n    pass\n", "return 1\n", "x = '\0'\n"])
 def test_a_module_that_is_not_python(source: str, make_plugin: Make) -> None:
     folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
@@ -227,6 +229,7 @@ def frozen_told(*args: str) -> str:
     return result.output + result.stderr
 
 
+@pytest.mark.full
 def test_what_the_lock_does_not_list_is_told_by_every_frozen_command(frozen: Path, make_plugin: Make) -> None:
     command = '\n[[command]]\nname = "acme-run"\nref = "acme_bad.parts:AcmeLoss"\nsummary = "Runs."\n'
     patch = LOSS.replace('"AcmeLoss"', '"AcmePatch"').replace('"loss"', '"patch"')

@@ -293,6 +293,7 @@ def test_a_check_of_the_whole_model_is_told_in_its_own_words() -> None:
     assert problems_of("--model.id", "tiny", "--steps", "101") == ["more than 100 steps are no toy"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -377,6 +378,7 @@ def test_a_run_name_or_folder_that_cannot_be_is_a_clean_error() -> None:
     assert "choose another with --runs DIR" in run("toy", "--model.id", "x", "--runs", "file").stderr
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_with_130_and_the_tracker_knows() -> None:
     command = [sys.executable, "-m", "twinkle.cli", "run", "toy", "--model.id", "x", "--fail", "sleep"]
     process = subprocess.Popen(
@@ -397,6 +399,7 @@ def test_ctrl_c_ends_with_130_and_the_tracker_knows() -> None:
     assert next(Path("runs").glob("*/error.txt")).read_text() == "KeyboardInterrupt"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["pass", "raise ImportError('C code was interrupted') from None"])
 def test_ctrl_c_while_a_recipe_is_imported_ends_with_130_even_if_the_import_swallows_it(then: str) -> None:
     Path("mine.py").write_text(

@@ -262,6 +262,7 @@ def test_when_too_many_rows_fail_the_error_is_raised() -> None:
 # What it refuses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

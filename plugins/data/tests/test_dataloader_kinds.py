@@ -104,6 +104,7 @@ def options_of(kind: str, shuffle: bool) -> dict[str, Any]:
     return {"shuffle": shuffle, **({"shuffle_buffer": 5} if shuffle and kind in STREAMS else {})}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sampled_from(["rows", "tokens"]))
@@ -130,6 +131,7 @@ def test_every_row_comes_once_an_epoch_over_all_ranks(
     assert {loader.get_state()["consumed_train_samples"] for loader in loaders} == {2 * len(seen)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 2), st.booleans(), st.integers(0, 12), st.booleans())

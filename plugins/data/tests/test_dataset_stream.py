@@ -43,6 +43,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv", "txt", "arrow", "feather", "stream.arrow"])
 def test_a_file_gives_the_rows_that_a_data_set_holds(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.{ending}"
@@ -65,6 +66,7 @@ def write_arrow(path: Path, *, as_stream: bool) -> None:
         writer.write_table(table, max_chunksize=1000)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(["", "1", "-2", "0.5", "2.25", "x", "01"]), min_size=1, max_size=8), st.integers(0, 1))
 def test_the_types_of_csv_are_those_of_the_whole_file(cells: list[str], late: int) -> None:

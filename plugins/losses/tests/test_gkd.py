@@ -104,6 +104,7 @@ def test_it_is_its_formula(form: str, beta: float, temperature: float, weighted:
     assert found.metrics == pytest.approx(numbers, rel=1e-11)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("form", ["whole", "bucket", "renormalize"])
 def test_its_gradient_is_that_of_its_value_and_none_where_nothing_is_trained(form: str, beta: float) -> None:

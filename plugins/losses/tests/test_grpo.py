@@ -86,6 +86,7 @@ def test_it_is_its_formula(options: dict[str, Any]) -> None:
     assert ("entropy" in result.metrics) == ("entropy_coef" in options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_its_gradient_is_that_of_its_value(options: dict[str, Any]) -> None:
     inputs, outputs, arguments = batch()

@@ -142,6 +142,7 @@ def test_it_is_its_formula(name: str, options: dict[str, Any]) -> None:
     assert found.get("clip_ratio", 1) > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "CISPOLoss"], ids=str)
 def test_its_gradient_is_that_of_its_value(name: str, options: dict[str, Any]) -> None:
     inputs, outputs, arguments = batch()
@@ -173,6 +174,7 @@ def test_cispo_gives_each_token_its_capped_weight(options: dict[str, Any]) -> No
         assert float(found[b, t]) == pytest.approx(wanted / int(mask.sum()) if mask[b, t] else 0.0, rel=1e-12)
 
 
+@pytest.mark.sample(2)
 @every_case
 @settings(deadline=None, max_examples=5)
 @given(st.lists(st.integers(1, ROWS - 1), unique=True, max_size=ROWS - 1))

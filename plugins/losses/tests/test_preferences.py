@@ -104,6 +104,7 @@ def test_it_is_its_formula(made: Any, term: Any, options: dict[str, float], weig
     assert found.metrics == pytest.approx(numbers, rel=1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("made", "_term", "options"), CASES, ids=NAMES)
 def test_its_gradient_is_that_of_its_value_and_none_where_nothing_is_trained(
     made: Any, _term: Any, options: dict[str, float]

@@ -118,6 +118,7 @@ def test_a_server_without_starttls_gets_nothing(box: Mailbox, caplog: pytest.Log
     assert "after 1 attempt: the server offers no STARTTLS" in caplog.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", ["MAIL", "RCPT", "DATA", "EHLO"])
 def test_a_busy_server_is_asked_again(command: str, box: Mailbox) -> None:
     box.replies = {command: ["421 later"] if command == "EHLO" else ["451 later"] * 2, "HELO": ["421 later"]}

@@ -59,6 +59,7 @@ def test_without_the_patch_sequences_leak(model: Any) -> None:
     assert (made(row(), position_ids=positions(), use_cache=False).logits - alone(made)).abs().max() > 1e-3
 
 
+@pytest.mark.sample(2)
 @EVERY
 def test_each_sequence_computes_what_it_computes_alone(model: Any, family: str) -> None:
     made = model(family)
@@ -69,6 +70,7 @@ def test_each_sequence_computes_what_it_computes_alone(model: Any, family: str) 
         torch.testing.assert_close(alone(made), wanted, rtol=0, atol=0)
 
 
+@pytest.mark.sample(2)
 @EVERY
 def test_gradients_are_theirs_too(model: Any, family: str) -> None:
     made = model(family)
@@ -156,6 +158,7 @@ def test_a_model_in_which_they_still_leak_is_refused_and_left_as_it_was(model: A
     assert "forward" not in vars(made.model)
 
 
+@pytest.mark.full
 def test_in_the_training_loop_it_stands_aside(model: Any, tmp_path: Any) -> None:
     from twinkle.model import TransformersModel
 

@@ -208,6 +208,7 @@ class TestBlocks:
                 undo_patch(thing, Louder)
         assert thing.speak() == "a"
 
+    @pytest.mark.full
     def test_threads_may_overlap(self) -> None:
         thing, seen, barrier = Thing(), [], threading.Barrier(8)
 

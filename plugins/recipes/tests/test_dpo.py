@@ -36,6 +36,7 @@ def values(
     }
 
 
+@pytest.mark.full
 def test_margins_grow_on_pairs_that_were_never_trained_on(values: dict[str, Any]) -> None:
     folder, summary = run_recipe("dpo", values)
     steps = lines(folder)

@@ -167,6 +167,7 @@ def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> N
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
 
 
+@pytest.mark.full
 def test_all_parameters_are_compared_with_a_frozen_copy(values: dict[str, Any]) -> None:
     folder, summary = train(values, lora=None, loss={"args": {"beta": 0.1}}, optimizer={"lr": 1e-3})
     first, *rest = lines(folder)[1:]
@@ -175,6 +176,7 @@ def test_all_parameters_are_compared_with_a_frozen_copy(values: dict[str, Any]) 
     assert (Path(summary["path"]) / "model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_rloo_is_the_plain_policy_gradient_with_the_others_as_baseline(values: dict[str, Any]) -> None:
     folder, _ = train(values, "rloo", max_steps=1)
     answers = lines(folder, "completions.jsonl")[:4]
@@ -186,6 +188,7 @@ def test_rloo_is_the_plain_policy_gradient_with_the_others_as_baseline(values: d
     assert (parts["loss"], parts["advantage"], parts["recipe"]) == ("ReinforceLoss", "RLOOAdvantage", "rloo")
 
 
+@pytest.mark.full
 def test_several_rewards_count_by_their_weights(values: dict[str, Any]) -> None:
     rewards = [{"name": "./rewards.py:letters", "weight": 2.0}, {"name": "./rewards.py:length", "weight": 0.5}]
     folder, _ = train(values, max_steps=1, rewards=rewards)
@@ -268,6 +271,7 @@ def test_an_update_that_is_not_finite_is_told_of_and_left_out(
     assert " loss=nan nonfinite_skipped=1 " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_answer_without_a_token_is_rewarded_and_not_trained(values: dict[str, Any]) -> None:
     (Path.cwd() / "silent.py").write_text(
         "from twinkle.sampler import TorchSampler\n"

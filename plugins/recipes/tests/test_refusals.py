@@ -57,6 +57,7 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
     return {"id": "talks.jsonl", "max_length": 2000, "eval_fraction": 0}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "changes", "error", "told"),
     [
@@ -85,6 +86,7 @@ def test_parts_that_do_not_fit_the_recipe(
     assert list(Path("runs").iterdir()) == []
 
 
+@pytest.mark.full
 def test_an_advantage_must_bear_dropped_answers_where_they_are_dropped(values: dict[str, Any]) -> None:
     values["grpo"] |= {"advantage": {"name": "./advantage.py:plain"}}
     run_recipe("grpo", values["grpo"], root="fine")

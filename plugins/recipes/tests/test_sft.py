@@ -191,6 +191,7 @@ def test_best_and_last_name_whole_checkpoints(values: dict[str, Any]) -> None:
     assert (checkpoints / best / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_an_unfinished_accumulation_at_the_end_is_a_step(values: dict[str, Any]) -> None:
     folder, _ = train(values, gradient_accumulation_steps=5)  # 12 batches: 5 + 5 + 2
     assert [line["step"] for line in lines(folder)] == [1, 2, 3]
@@ -242,6 +243,7 @@ def test_resuming_from_nothing_says_what_to_give(values: dict[str, Any], tmp_pat
         train(values, resume_from=str(tmp_path / "absent"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_accumulation_is_refused_wherever_it_lies(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_checkpoint_of_another_accumulation_is_refused_wherever_it_lies(
         train(values, resume_from=str(moved), gradient_accumulation_steps=2)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_only_as_it_began_and_nothing_is_touched(values: dict[str, Any]) -> None:
     folder, _ = train(values, max_steps=2)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -301,6 +304,7 @@ def test_rows_that_teach_nothing_are_refused(values: dict[str, Any]) -> None:
     assert list(Path("runs").iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_few_rows_that_teach_nothing_are_counted(
     values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,6 +322,7 @@ def test_a_start_that_fails_before_anything_is_written_leaves_no_folder(values: 
     assert list(Path("runs").iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_nan_loss_stops_and_keeps_the_batch(values: dict[str, Any]) -> None:
     with pytest.raises(NonFiniteError) as caught:
         train(values, loss={"name": "./losses.py:Eventful", "args": {"at": 3, "event": "nan"}})
@@ -330,6 +335,7 @@ def test_a_nan_loss_stops_and_keeps_the_batch(values: dict[str, Any]) -> None:
     assert (folder / "loss.png").is_file()
 
 
+@pytest.mark.full
 def test_a_nan_loss_can_be_left_out(values: dict[str, Any]) -> None:
     folder, _ = train(
         values, on_nonfinite="skip", loss={"name": "./losses.py:Eventful", "args": {"at": 3, "event": "nan"}}
@@ -393,6 +399,7 @@ def test_rows_with_gaps_are_warned_of(values: dict[str, Any], tmp_path: Path, ca
     assert "its rows hold {{AUTHOR}} and {{NAME}}, which the model would learn as it stands" in warned
 
 
+@pytest.mark.full
 def test_the_default_rows_have_their_names_filled_in(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     data = {**values["data"], "slice": 16}
     train({**values, "data": {"slice": data["slice"]}}, max_steps=1)

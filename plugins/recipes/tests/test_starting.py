@@ -99,6 +99,7 @@ def test_a_policy_begins_with_an_adapter_and_stays_near_to_it(
     assert lines(again)[-1]["kl"] == second["kl"]
 
 
+@pytest.mark.full
 def test_an_adapter_that_was_trained_on_is_not_gone_on_with(
     values: dict[str, Any], adapter: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_reward_that_was_changed_is_not_gone_on_with(values: dict[str, Any]) -
     assert len(lines(folder)) == 2
 
 
+@pytest.mark.full
 def test_a_name_alone_stands_for_a_mapping(values: dict[str, Any]) -> None:
     config = policy(values) | {"rewards": ["./rewards.py:own"], "loss": "GSPOLoss", "max_steps": 1}
     folder, _ = run_recipe("grpo", config)

@@ -49,6 +49,7 @@ EQUAL = [
 ]
 
 
+@pytest.mark.full
 def test_equal_is_what_mathematics_calls_so_and_nothing_may_be_left_to_compute() -> None:
     reward = MathReward(time_limit=60)
     rows = [row(f"Hence \\boxed{{{said}}}.", f"It is \\boxed{{{truth}}}.") for said, truth, _ in EQUAL]
@@ -160,6 +161,7 @@ def test_a_worker_answers_raises_ends_late_calls_and_goes_on() -> None:
     assert kept() is None  # nothing is left of a process that was ended
 
 
+@pytest.mark.full
 def test_a_worker_whose_parent_was_killed_ends_itself_even_while_it_computes_in_c() -> None:
     script = (
         "import os, threading\nfrom twinkle_rewards.worker import Worker\nworker = Worker()\n"

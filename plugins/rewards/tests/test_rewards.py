@@ -307,6 +307,7 @@ def long_texts(size: int) -> list[str]:
     return [unit * (size // len(unit)) for unit in units] + whole
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [100_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "reward",

@@ -336,6 +336,7 @@ def test_a_broken_one_is_caught(kind: str, check: str, catches: Any, models: Any
     catches(kind, check, component, **example, **more)
 
 
+@pytest.mark.full
 def test_a_good_engine_passes(passes: Any, tmp_path: Path) -> None:
     passes("checkpoint_engine", Files, kwargs={"folder": str(tmp_path)}, start="fork")
 

@@ -308,6 +308,7 @@ BROKEN: dict[tuple[str, str], Broken] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", GOOD)
 def test_a_good_one_passes(kind: str, passes: Any) -> None:
     passes(kind, GOOD[kind].component, **GOOD[kind].example)

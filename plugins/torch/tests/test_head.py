@@ -58,6 +58,7 @@ def test_the_transform_is_scale_then_cap_then_temperature() -> None:
     torch.testing.assert_close(transform.apply_(raw.clone()), transform(raw))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_finite_differences_confirm_every_gradient(frozen: bool, softcap: float | None) -> None:

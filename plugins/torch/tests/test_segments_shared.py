@@ -85,6 +85,7 @@ def gradients(out: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights.to(out)).sum(), leaves)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("out", [SIZE, 3, 11])
 def test_each_token_sees_its_chain_and_its_own(options: dict[str, Any], out: int) -> None:

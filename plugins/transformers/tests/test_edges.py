@@ -278,6 +278,7 @@ def test_a_scheduler_follows_its_own_optimizer_or_is_refused(folder: Path) -> No
 # checkpoints
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", ["clipped", "stepped", "scheduled"])
 def test_a_checkpoint_within_a_step_resumes_where_it_was(folder: Path, tmp_path: Path, moment: str) -> None:
     def finish(model: TransformersModel, call: int, begin: str | None = None) -> str | None:
@@ -327,6 +328,7 @@ def test_resuming_without_the_scheduler_or_with_one_too_many_is_refused(folder: 
         build(folder).resume_from_checkpoint(str(having))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

@@ -41,6 +41,7 @@ def by_hand(model: TransformersModel, row: Any) -> torch.Tensor:
     return hidden[0, -1] / hidden[0, -1].square().sum().sqrt()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processor", [{}, {"padding_side": "left"}, {"pad_to_multiple_of": 8}, {"padding_free": True}])
 @pytest.mark.parametrize("size", [None, 2])
 def test_an_embedding_is_the_last_tokens_state_at_length_one(folder: Path, processor: Any, size: int | None) -> None:

@@ -453,6 +453,7 @@ def rows(seed: int = 0) -> list[Any]:
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [True, False])
 def test_five_steps_of_a_model_are_those_of_peft(folder: Path, recompute: bool) -> None:
     torch.manual_seed(1)

@@ -111,6 +111,7 @@ def test_a_batch_is_cut_until_every_pass_fits_and_its_gradient_stays(
     assert model.optimizer_group["a"].pending == whole.optimizer_group["a"].pending
 
 
+@pytest.mark.full
 def test_arguments_of_rows_are_cut_with_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     arguments = {
@@ -130,6 +131,7 @@ def test_arguments_of_rows_are_cut_with_them(folder: Path, monkeypatch: pytest.M
     assert distance(found[1], found[0]) <= ROUNDING
 
 
+@pytest.mark.full
 def test_recomputation_comes_before_cutting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opened(tiny_model(tmp_path, num_hidden_layers=8))  # of two layers, recomputation saves nothing
     set_free(model, of_short(needed(model, ROWS, training=True)))
@@ -215,6 +217,7 @@ class Whole(Pairs):
     splittable = False
 
 
+@pytest.mark.full
 def test_rows_that_belong_together_stay_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = opened(folder)
     whole.set_loss(Pairs())
@@ -262,6 +265,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
     return [{"input_ids": [*prompt, *row["input_ids"][:8]], "labels": [-100] * 40 + row["labels"][:8]} for row in ROWS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", ["padded", "prefixes", "prefixes off"])
 def test_the_estimate_is_that_of_the_path_that_runs(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opened(folder, share_prefixes=False if path == "padded" else "auto")
@@ -278,6 +282,7 @@ def test_the_estimate_is_that_of_the_path_that_runs(folder: Path, path: str, mon
     assert 0.75 <= (predicted - missing) / kept_by(model, rows) <= 1.25
 
 
+@pytest.mark.full
 def test_sampling_whole_decodes_as_many_at_once_as_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_refusal", lambda self: "the test says so")
     rows = [{"input_ids": row["input_ids"]} for row in ROWS]

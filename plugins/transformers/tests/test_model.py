@@ -62,6 +62,7 @@ def nll(inputs: Any, outputs: Any) -> torch.Tensor:
 # outputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2", "mistral", "gemma2", "gemma3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logps_are_the_log_softmax_of_the_models_own_logits(
@@ -277,6 +278,7 @@ def test_an_older_sum_loss_is_read_and_an_older_mean_is_refused_when_split(model
         model.forward_backward(inputs=ROWS, micro_batch_size=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -409,6 +411,7 @@ def test_biases_and_norms_are_not_decayed(model: TransformersModel, folder: Path
     assert {p.ndim for p in plain["params"]} == {1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
 def test_the_optimizers_of_torch_have_their_names(model: TransformersModel, name: str) -> None:
     model.set_optimizer(name, lr=1e-3)

@@ -213,6 +213,7 @@ def test_torchs_own_groups_and_bare_parameters_are_taken(folder: Path) -> None:
     assert [group["params"] for _, group in groups_of(model)] == [first[:1]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -245,6 +246,7 @@ def test_a_parameter_in_two_groups_is_named(folder: Path) -> None:
 # values for a step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -163,6 +163,7 @@ def measured(model: Any) -> dict[str, float]:
     return {name: value for name, value in values.items() if "time" not in name and "speed" not in name}
 
 
+@pytest.mark.full
 def test_log_probabilities_of_a_padded_batch_go_back_into_a_packed_one(folder: Path) -> None:
     model = build(folder)
     model.set_loss(Ratio())
@@ -254,6 +255,7 @@ def test_a_padded_batch_keeps_every_bit_after_a_packed_one(folder: Path) -> None
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
+@pytest.mark.full
 def test_bfloat16_stays_as_near_as_padding_does(folder: Path) -> None:
     model = build(folder, mixed_precision="bf16")
     wanted = reference(model)[2]

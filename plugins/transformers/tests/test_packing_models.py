@@ -184,6 +184,7 @@ def test_outside_the_context_the_model_is_as_it_was(name: str) -> None:
     assert NAME not in model.config.to_json_string()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_recomputation_sees_the_segments_that_the_forward_saw(name: str) -> None:
     model = made(name)

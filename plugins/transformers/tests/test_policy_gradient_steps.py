@@ -46,6 +46,7 @@ def updated(folder: Path, loss: str, options: dict[str, Any], parts: list[slice]
     return moved, model.calculate_metric(is_training=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

@@ -98,6 +98,7 @@ def test_a_loss_of_an_operation_comes_in_place_of_the_adapter_s_own(folder: Path
 # neighbours
 
 
+@pytest.mark.full
 def test_what_happens_to_others_changes_no_bit(folder: Path) -> None:
     """t0 trains; others are added, removed, stepped, fail and are evaluated between its steps."""
     model, alone = adapters(folder, 2), adapters(folder, 1)
@@ -127,6 +128,7 @@ def test_what_happens_to_others_changes_no_bit(folder: Path) -> None:
     assert all(torch.equal(value, moments[key]) for key, value in moments_of(model, "t0").items())
 
 
+@pytest.mark.full
 def test_a_name_that_is_used_again_has_nothing_of_the_one_before(folder: Path) -> None:
     model, fresh = adapters(folder), adapters(folder)
     ref = model.pool.tenants["t1"].ref

@@ -131,6 +131,7 @@ def test_the_base_as_reference_is_what_it_computes_by_itself(folder: Path, budge
     assert_near(ours, theirs, rounding_of(gradients))
 
 
+@pytest.mark.full
 def test_a_tensor_of_arguments_is_cut_with_the_rows(folder: Path) -> None:
     model = three_adapters(folder)
     for name in "ab":
@@ -256,6 +257,7 @@ def test_no_rows_are_no_outputs_or_an_error_that_says_so(model: Any, call: str) 
 # one stage after the other
 
 
+@pytest.mark.full
 def test_the_stages_one_by_one_are_the_step_in_one_call(folder: Path) -> None:
     staged, whole = three_adapters(folder), three_adapters(folder)
     for model in (staged, whole):
@@ -278,6 +280,7 @@ def test_the_stages_one_by_one_are_the_step_in_one_call(folder: Path) -> None:
     assert distance(flat_of(staged, "a"), flat_of(whole, "a")) < 1e-5
 
 
+@pytest.mark.full
 def test_two_adapters_may_be_between_forward_and_backward_at_once(folder: Path) -> None:
     model, other = three_adapters(folder), three_adapters(folder)
     for name in "ab":
@@ -389,6 +392,7 @@ def test_each_adapter_encodes_with_its_own_template(folder: Path) -> None:
     assert sizes[1] == 8 < sizes[0] == sizes[2]
 
 
+@pytest.mark.full
 def test_rows_padded_on_the_left_have_the_same_numbers(folder: Path) -> None:
     right, left = three_adapters(folder), three_adapters(folder)
     for name in "ab":

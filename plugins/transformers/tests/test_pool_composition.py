@@ -143,6 +143,7 @@ def test_the_weights_of_neighbours_do_not_matter(folder: Path) -> None:
     assert torch.equal(alone[first], grads[first])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [16_384, 60])
 def test_an_adapter_alone_gets_the_same_bits_however_many_of_its_operations_wait(folder: Path, budget: int) -> None:
     model = opened(folder, tokens_per_pass=budget)
@@ -157,6 +158,7 @@ def test_an_adapter_alone_gets_the_same_bits_however_many_of_its_operations_wait
     assert torch.equal(flat_of(model, "t0").grad, grads["t0"])
 
 
+@pytest.mark.full
 def test_a_pass_that_was_cut_for_want_of_memory_is_cut_so_again(folder: Path, monkeypatch: Any) -> None:
     model, wanted = opened(folder), operations(2)
     forward, failed = model.pool.passes.forward, []

@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NOTHING = {"target_modules": None, "train_attn": False, "train_mlp": False, "train_unembed": False}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("config", "error", "match"),
     [
@@ -60,12 +61,14 @@ def test_a_configuration_that_cannot_be_honoured_is_refused(
     model.add_adapter_to_model("x", lora())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", [PromptTuningConfig(num_virtual_tokens=2), 5, None, [("r", 4)]])
 def test_what_is_no_lora_configuration_is_refused(folder: Path, config: Any) -> None:
     with pytest.raises((Unsupported, ArgumentError), match="adapter 'x'"):
         open_pool(folder).add_adapter_to_model("x", config)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["", "a b", "../x", "1x", "a.b", 5, None])
 def test_names_are_letters_digits_and_dashes(folder: Path, name: Any) -> None:
     with pytest.raises(ArgumentError, match="adapter name"):

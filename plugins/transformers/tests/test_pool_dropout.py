@@ -116,6 +116,7 @@ def test_dropout_s_gradient_is_that_of_the_masked_function(folder: Path) -> None
     assert losses[1] < before.loss_sum < losses[0]
 
 
+@pytest.mark.full
 def test_in_bf16_adapters_train_in_float32_and_no_farther_from_it_than_peft(folder: Path, tmp_path: Path) -> None:
     half, full = three_adapters(folder, mixed_precision="bf16"), three_adapters(folder)
     full.save("b", str(tmp_path), adapter_name="b")

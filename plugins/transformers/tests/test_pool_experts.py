@@ -195,6 +195,7 @@ def rounding_of_logits(kind: str, dtype: torch.dtype) -> float:
     return max(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_adapters_of_different_rank_in_one_pass_are_each_as_with_peft_alone(kind: str) -> None:
     model = make(kind)
@@ -210,6 +211,7 @@ def test_two_adapters_of_different_rank_in_one_pass_are_each_as_with_peft_alone(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_in_float32_the_numbers_are_those_of_peft_but_for_rounding(kind: str) -> None:
     model = make(kind, torch.float32)
@@ -224,6 +226,7 @@ def test_in_float32_the_numbers_are_those_of_peft_but_for_rounding(kind: str) ->
     assert_gradients(adapter, mine, 0, exact, limit)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]])
 def test_some_rows_see_the_base_model_alone_and_some_are_not_trained(targets: tuple[str, ...]) -> None:
     model = make("qwen3-moe")

@@ -259,6 +259,7 @@ def test_an_interrupted_call_leaves_everything_as_it_was(model: Any) -> None:
     model.forward_backward(inputs=GOOD, adapter_name=["a", "b"])
 
 
+@pytest.mark.full
 def test_an_interrupted_call_of_several_passes_does_each_operation_whole_or_not_at_all(folder: Path) -> None:
     model, whole = three_adapters(folder, tokens_per_pass=10), three_adapters(folder, tokens_per_pass=10)
     rows, names = [*GOOD, *make_rows(2, 9, seed=2)], ["a", "b", "c", "c"]
@@ -351,6 +352,7 @@ def test_arguments_of_a_loss_are_there_for_all_rows_of_an_adapter_or_for_none(mo
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("row", "match"),
     [
@@ -407,6 +409,7 @@ class Pairs(Compares):
         return LossOutput((scores[:, 0] - scores[:, 1]).square().sum(), len(scores))
 
 
+@pytest.mark.full
 def test_rows_that_a_loss_compares_are_never_parted(folder: Path) -> None:
     rows = make_rows(4, (9, 12, 5), seed=3)
     losses: dict[int, list[Any]] = {}

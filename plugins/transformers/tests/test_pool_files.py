@@ -84,6 +84,7 @@ def test_peft_reads_a_saved_adapter_and_computes_the_same_logits(folder: Path, t
     assert torch.equal(flat_of(other, "a"), flat_of(model, "a"))
 
 
+@pytest.mark.full
 def test_a_copy_of_the_base_beside_an_adapter_must_be_this_model_s(folder: Path, tmp_path: Path) -> None:
     """PEFT writes the output projection beside an adapter on it."""
     model = trained(folder, CONFIGS["head"])
@@ -117,6 +118,7 @@ def test_an_adapter_that_peft_made_is_read_whatever_it_adapts(folder: Path, tmp_
         torch.testing.assert_close(mine, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.full
 def test_files_are_those_of_a_model_with_one_adapter(folder: Path, tmp_path: Path) -> None:
     model = trained(folder, lora(4))
     model.save("a", str(tmp_path), adapter_name="a", save_optimizer=True)
@@ -130,6 +132,7 @@ def test_files_are_those_of_a_model_with_one_adapter(folder: Path, tmp_path: Pat
     assert torch.equal(flat_of(other, "c"), flat_of(model, "a"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Muon"])
 def test_training_goes_on_bit_for_bit_in_another_pool(folder: Path, tmp_path: Path, optimizer: str) -> None:
     config = lora(4, lora_dropout=0.1)
@@ -177,6 +180,7 @@ def test_a_file_of_another_adapter_changes_nothing(folder: Path, tmp_path: Path)
     assert all(torch.equal(value, moments[key]) for key, value in moments_of(other, "a").items())
 
 
+@pytest.mark.full
 def test_a_saved_adapter_that_a_pool_cannot_honour_is_refused(folder: Path, tmp_path: Path) -> None:
     model = trained(folder, lora(4))
     model.save("a", str(tmp_path), adapter_name="a")

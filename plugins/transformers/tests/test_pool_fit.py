@@ -155,6 +155,7 @@ def test_layers_that_see_only_some_tokens_are_let_go(folder: Path, caplog: pytes
         model.add_adapter_to_model("b", {"r": 2, "target_modules": ["experts.0"]})
 
 
+@pytest.mark.full
 def test_kernels_before_and_after_keep_the_numbers_of_adapters(folder: Path) -> None:
     plain = trained(opened(folder))
     late = opened(folder)
@@ -236,6 +237,7 @@ def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog
     assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
 
 
+@pytest.mark.full
 def test_a_patch_of_the_module_itself_is_seen_by_the_next_operation(folder: Path) -> None:
     model = opened(folder)
     before = trained(model)
@@ -305,6 +307,7 @@ def test_rows_with_images_are_refused_and_text_goes_on(tmp_path: Path) -> None:
     torch.testing.assert_close(logps[0, :8], wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_targets_that_lie_outside_the_text_decoder_are_refused(tmp_path: Path) -> None:
     config = transformers.Gemma3Config(
         text_config=SMALL | {"head_dim": 8},
@@ -342,6 +345,7 @@ def test_sequences_go_alone_where_rows_share_a_long_prefix_too(tmp_path: Path) -
         torch.testing.assert_close(output["logps"], alone["logps"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("off", ["fused", "prefixes", "packing", "all"])
 def test_a_pool_computes_the_same_without_fast_paths(folder: Path, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
     def logps() -> list[torch.Tensor]:

@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_recomputed_first_and_then_made_in_smaller_passes(f
         assert [round(result.denominator) for result in results if isinstance(result, OperationResult)] == [32, 22, 29]
 
 
+@pytest.mark.full
 def test_without_recomputation_passes_are_smaller_at_once(folder: Path) -> None:
     probe = opened(folder, mode=False)
     pool = opened(folder, int(needed(probe, recomputed=False) / 0.8) - 8, mode=False)
@@ -245,6 +246,7 @@ class Whole(Pairs):
     splittable = False
 
 
+@pytest.mark.full
 def test_rows_that_belong_together_stay_together(folder: Path) -> None:
     pool = opened(folder)
     whole = pool.run([Operation("a", "forward_backward", ROWS["a"], Pairs())])[0]
@@ -265,6 +267,7 @@ def test_rows_that_belong_together_stay_together(folder: Path) -> None:
         assert distance(gradients(pool)["a"], wanted) <= 2e-6
 
 
+@pytest.mark.full
 def test_what_cannot_be_measured_is_let_through(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = opened(folder, 1)
     monkeypatch.setattr(pool.passes.recompute, "_measure", lambda *_: None)
@@ -314,6 +317,7 @@ def test_memory_that_runs_out_in_every_nth_pass_costs_nobody_anything(
     assert [pool.tenants[name].group.pending for name in NAMES] == [3, 3, 3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 def test_a_part_that_cannot_run_alone_fails_alone(folder: Path, back: bool) -> None:
     wanted = expected(folder)
@@ -385,6 +389,7 @@ def test_usage_is_the_formula(folder: Path) -> None:
         assert usage_of(pool.run([Operation(None, "forward", ROWS["a"])])[0]) == (36, 36, 0, 36 * 2 * base)
 
 
+@pytest.mark.full
 def test_usage_does_not_depend_on_cuts_or_neighbours(folder: Path) -> None:
     pool = opened(folder)
     alone = [usage_of(pool.run([operation])[0]) for operation in operations()]

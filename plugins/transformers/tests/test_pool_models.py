@@ -265,6 +265,7 @@ def test_recomputation_changes_nothing_and_the_base_drops_nothing(name: str) -> 
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "gptj"])
 def test_dropout_where_sequences_are_taken_out_of_the_stream_is_that_of_each_adapter_alone(name: str) -> None:
     pool = pool_of(made(name))
@@ -292,6 +293,7 @@ def test_adapters_beside_the_mixers_or_on_them_alone(off: str) -> None:
     compare(base, pool, [{"r": 2, "target_modules": targets}, {"r": 2, "target_modules": targets[:1]}])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "modernbert-decoder"])
 def test_an_adapter_on_a_tied_output_projection_leaves_the_embedding_alone(name: str) -> None:
     base = made(name, tie_word_embeddings=True).eval()
@@ -302,6 +304,7 @@ def test_an_adapter_on_a_tied_output_projection_leaves_the_embedding_alone(name:
     assert torch.equal(pool.backbone.model.get_input_embeddings().weight, base.get_input_embeddings().weight)
 
 
+@pytest.mark.full
 def test_routers_are_adapted_where_they_are_named() -> None:
     base = made("jetmoe").eval()
     pool = pool_of(copy.deepcopy(base))

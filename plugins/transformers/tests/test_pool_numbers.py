@@ -279,6 +279,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_a_pass_multiplies_with_each_base_weight_once_each_way_whatever_the_number_of_adapters(
     folder: Path, count: int
@@ -370,6 +371,7 @@ def test_an_adapter_trains_as_peft_trains_it(folder: Path, name: str) -> None:
     train_beside_peft(folder, LoraConfig(**(lora() | CONFIGS[name])), steps=5 if name in ("plain", "head") else 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("families", "expected"),
     [
@@ -426,6 +428,7 @@ def test_numbers_do_not_depend_on_the_micro_batch_size(folder: Path, size: int) 
         assert distance(one, other) <= FACTOR * limit
 
 
+@pytest.mark.full
 def test_recomputation_changes_no_bit(folder: Path) -> None:
     rows = make_rows(4, (9, 16), seed=3)
     kept = gradients_of(folder, rows, gradient_checkpointing=False)

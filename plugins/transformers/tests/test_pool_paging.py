@@ -58,6 +58,7 @@ def test_a_paged_adapter_comes_back_bit_for_bit_and_trains_on_as_if_it_had_staye
     assert equal(everything(goes, "a"), everything(stays, "a"))
 
 
+@pytest.mark.full
 def test_whatever_needs_a_paged_adapter_brings_it_back(folder: Path, tmp_path: Path) -> None:
     model = opened(folder, scheduler=False)
     train(model, "a", range(3))
@@ -181,6 +182,7 @@ def test_a_page_that_somebody_harmed_is_an_error_of_that_adapter_alone(folder: P
     assert isinstance(model.pool.run([Operation("a", "forward", ROWS[0])])[0], OperationResult)
 
 
+@pytest.mark.full
 def test_wrong_places_and_adapters_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
     model = opened(folder)
     with pytest.raises(ArgumentError, match="to must be 'device', 'host' or 'disk', got 'gpu'"):
@@ -230,6 +232,7 @@ def test_adapters_stay_within_their_bound_and_train_as_if_there_were_none(folder
         assert equal(everything(bound, name), everything(free, name))
 
 
+@pytest.mark.full
 def test_who_was_idle_longest_goes_first(folder: Path) -> None:
     model = opened(folder, "a", "b", "c", scheduler=False, adapter_memory=3 * flat_bytes(folder))
     model.pool.run([Operation(name, "forward", ROWS[0]) for name in ("b", "a", "c")])
@@ -245,6 +248,7 @@ def flat_bytes(folder: Path) -> int:
     return int(flat_of(opened(folder, "a"), "a").numel() * 4)
 
 
+@pytest.mark.full
 def test_more_than_there_is_room_for_at_once_is_refused_with_the_figures(folder: Path) -> None:
     size = flat_bytes(folder)
     model = opened(folder, "a", "b", "c", scheduler=False, adapter_memory=2 * size)
@@ -309,6 +313,7 @@ def test_adapters_that_nobody_used_take_no_memory_and_are_drawn_from_their_seed_
     assert len(model.pool.tenants) == 39
 
 
+@pytest.mark.full
 def test_a_sampler_takes_versions_in_another_thread_while_adapters_move(folder: Path) -> None:
     size = flat_bytes(folder)
     names = [f"t{at}" for at in range(6)]

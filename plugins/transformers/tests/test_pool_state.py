@@ -37,6 +37,7 @@ def test_training_goes_on_from_a_snapshot_bit_for_bit(folder: Path, optimizer: s
     assert equal(everything(model, "a"), there)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["one vector", "matrices", "factored"])
 def test_a_snapshot_goes_through_files_into_an_adapter_of_another_pool(
     folder: Path, tmp_path: Path, optimizer: str
@@ -67,6 +68,7 @@ def test_a_snapshot_without_the_gradient_is_one_of_just_after_the_last_step(fold
     assert flat_of(model, "a").grad is None
 
 
+@pytest.mark.full
 def test_a_snapshot_shares_no_memory_with_the_adapter(folder: Path) -> None:
     model = opened(folder)
     train(model, "a", range(3))
@@ -178,6 +180,7 @@ def test_a_removed_adapter_leaves_no_memory_whoever_holds_on_to_it(folder: Path)
         model.pool.paging.use(tenant)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_a_new_adapter_of_a_removed_name_is_as_fresh_as_the_first(folder: Path, place: Any) -> None:
     model, other = opened(folder), opened(folder)
@@ -208,6 +211,7 @@ def test_a_staged_forward_of_a_replaced_adapter_is_refused(folder: Path) -> None
         assert flat_of(model, "a").grad is None
 
 
+@pytest.mark.full
 def test_a_staged_forward_survives_paging(folder: Path) -> None:
     model, other = opened(folder), opened(folder)
     for pool in (model, other):

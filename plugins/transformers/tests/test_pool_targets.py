@@ -95,6 +95,7 @@ def test_scores_loss_and_gradients_are_those_of_pefts_model(folder: Path, config
         assert distance(before[name] - after[name], gradient) < 1e-4, name
 
 
+@pytest.mark.full
 def test_tenants_with_one_target_get_the_same_bits_beside_them(folder: Path, one_thread: None) -> None:
     rows = {
         "a": plain(make_rows(3, 16, seed=2)),
@@ -140,6 +141,7 @@ def test_one_target_in_a_table_is_one_target(folder: Path) -> None:
         torch.testing.assert_close(mine["logps"], table["logps"][:, 0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("loss", "inputs", "said"),
     [
@@ -169,6 +171,7 @@ def test_a_target_outside_the_vocabulary_is_refused_by_row(folder: Path) -> None
         raise failed.error
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"padding_free": True}, {"padding_side": "left"}], ids=str)
 def test_a_plain_model_trains_on_them_in_any_split(folder: Path, options: dict[str, Any]) -> None:
     rows = [*with_targets([9, 5], 3, seed=1), *with_targets([7], 2, seed=2)]

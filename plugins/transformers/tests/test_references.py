@@ -120,6 +120,7 @@ def test_no_micro_batch_tears_a_pair(folder: Path, pairs: Any, loss: str) -> Non
         opened(folder, loss).forward_backward(inputs=pairs[:5])
 
 
+@pytest.mark.full
 def test_margins_grow_without_a_reference_too(folder: Path, pairs: Any) -> None:
     for loss in LOSSES[1:]:
         model = opened(folder, loss)

@@ -215,6 +215,7 @@ def test_a_reference_may_be_part_of_that_of_more_and_longer_rows(
             assert model.calculate_metric(is_training=True)["kl"] < 1e-9, micro
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("micro", [None, 1, 2])
 def test_numbers_of_completions_padded_to_the_longest_are_refused_however_the_rows_are_cut(
     folder: Path, rows: list[dict[str, Any]], micro: int | None

@@ -78,6 +78,7 @@ def test_a_sliding_window_shorter_than_the_text_is_kept_to(folders):
         assert tokens == table[len(ids) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_logprobs_are_those_of_a_plain_forward(folders, architecture, temperature):
@@ -118,6 +119,7 @@ def test_without_logprobs_there_are_none(sampler):
         assert response.topk_prompt_logprobs is None
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_call(folders):
     wide, narrow = TorchSampler(folders("llama")), TorchSampler(folders("llama"), max_batch_size=2)
     params = SamplingParams(max_tokens=15, seed=11, num_samples=3)
@@ -360,6 +362,7 @@ def test_a_patch_reaches_the_module(sampler):
     assert seen == [id(sampler.model)]
 
 
+@pytest.mark.full
 def test_layers_with_a_recurrent_state_are_cached_repeated_and_dropped_too():
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 

@@ -66,6 +66,7 @@ def state_of(model):
     )
 
 
+@pytest.mark.full
 def test_adapters_of_a_live_model_answer_by_name(live, folder):
     sampler = TorchSampler(model=live)
     base = tokens_of(TorchSampler(folder))
@@ -77,6 +78,7 @@ def test_adapters_of_a_live_model_answer_by_name(live, folder):
     assert tokens_of(sampler, use_base_model=True) == base
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("call", [{}, {"adapter_name": "second"}, {"use_base_model": True}])
 def test_a_live_model_is_left_exactly_as_it_was(live, call):
     live.base_model.model.model.layers[1].eval()
@@ -167,6 +169,7 @@ def test_a_live_model_samples_with_a_folder_and_keeps_no_adapter_of_it(live, sav
     assert str(state_of(live)) == str(before)
 
 
+@pytest.mark.full
 def test_weights_that_were_read_once_are_sampled_with_as_long_as_somebody_holds_them(live, folder, saved):
     target, says = saved
     for sampler in (TorchSampler(model=live), TorchSampler(folder)):
@@ -222,6 +225,7 @@ def test_the_constructors_adapter_is_the_default(folder, saved):
     assert tokens_of(sampler, use_base_model=True) == says[""]
 
 
+@pytest.mark.full
 def test_a_folder_that_was_written_again_is_read_again_and_old_ones_go(folder, saved, tmp_path):
     import os
     import shutil

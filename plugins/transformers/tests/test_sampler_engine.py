@@ -53,6 +53,7 @@ def test_a_long_prompt_is_read_in_pieces_beside_what_runs(folder, monkeypatch):
     assert len(running._request.result.drafts[0].tokens) == 5
 
 
+@pytest.mark.full
 def test_requests_wait_in_their_order_when_there_is_no_room(folder):
     roomy = sampler_of(folder)
     params = {"temperature": 0, "max_tokens": 20, "stop": []}
@@ -79,6 +80,7 @@ def test_what_can_never_fit_is_refused_with_how_much_and_why(folder):
     assert len(response.sequences[0].tokens) == 18  # nobody said how many, so as many as fit
 
 
+@pytest.mark.full
 def test_samples_of_one_prompt_leave_room_for_others(folder):
     sampler = sampler_of(folder, max_batch_size=3)
     many = sampler.submit(rows()[0], {"max_tokens": 10, "seed": 1, "stop": []}, num_samples=30)
@@ -196,6 +198,7 @@ def test_an_interrupt_of_whoever_drives_loses_nobodys_request(folder, monkeypatc
     assert not sampler._service.engine.room.places
 
 
+@pytest.mark.full
 def test_calls_of_several_threads_run_in_one_batch(folder, monkeypatch):
     sampler = sampler_of(folder, prefix_cache_bytes=0)
     params = {"temperature": 0, "max_tokens": 40, "stop": []}

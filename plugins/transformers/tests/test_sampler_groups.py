@@ -56,6 +56,7 @@ def rounding_of(module: Any, exact: Any, tokens: list[int], drawn: dict[str, Any
     return cold * max(float((one.log_softmax(-1) - far.log_softmax(-1)).abs().max()) for one in (near, moved))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["in steps", "whole"])
 @pytest.mark.parametrize("drawn", DRAWN, ids=str)
 def test_log_probabilities_of_three_distributions(

@@ -59,6 +59,7 @@ def fail_once(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "read", fails)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kept", [None, 0, 2 * BLOCK_BYTES], ids=["cache", "no cache", "a cache of two blocks"])
 def test_a_head_is_read_once_to_its_last_token_whatever_is_kept(
     folder: Path, kept: int | None, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_a_head_is_read_once_to_its_last_token_whatever_is_kept(
     assert tokens_of(found) == alone(folder, ALIKE)
 
 
+@pytest.mark.full
 def test_a_head_is_there_for_the_others_also_when_its_first_prompt_ends_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +93,7 @@ def test_a_head_is_there_for_the_others_also_when_its_first_prompt_ends_at_once(
     assert steps == [[75] * 5]
 
 
+@pytest.mark.full
 def test_samples_are_those_of_each_prompt_alone_for_a_seed(folder: Path) -> None:
     params = {"max_tokens": 6, "seed": 3, "stop": [], "num_samples": 3, "logprobs": 1}
     together = sampler_of(folder).sample(rows(ALIKE), params)
@@ -136,6 +139,7 @@ def test_those_that_wait_go_on_when_the_one_that_is_read_ends(
     assert not sampler._service.engine.room.places
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("at_once", [25, 50, 200])
 def test_a_prompt_with_broken_logits_breaks_no_other_that_begins_like_it(folder: Path, at_once: int) -> None:
     module, _ = load_model(folder)

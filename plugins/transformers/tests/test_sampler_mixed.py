@@ -120,6 +120,7 @@ def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_
     assert handles[1].result().sequences[0].stop_reason == "abort"
 
 
+@pytest.mark.full
 def test_adapters_of_a_pool_on_such_a_model_are_sampled_by_the_slower_path(tmp_path):
     base = with_another_state()
     peft = get_peft_model(copy.deepcopy(base), LoraConfig(r=3, target_modules="all-linear"))
@@ -162,6 +163,7 @@ def test_adapters_and_base_in_one_batch_score_what_a_training_forward_scores(fol
         assert response.prompt_logprobs == [None, *(pytest.approx(v, abs=1e-4) for v in expected[: len(ids) - 1])]
 
 
+@pytest.mark.full
 def test_greedy_with_adapters_is_what_peft_generates_row_by_row(folder, adapters):
     target, peft = adapters
     sampler = sampler_of(folder, max_batch_size=5)
@@ -199,6 +201,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_sampled(folder, adapters)
     assert not all(handle.done for handle in noise)
 
 
+@pytest.mark.full
 def test_an_adapter_of_a_live_model_is_kept_while_training_goes_on(folder):
     model = get_peft_model(load_model(folder)[0], LoraConfig(r=4, target_modules="all-linear"), adapter_name="mine")
     weights = [p for name, p in model.named_parameters() if "lora_B" in name]
@@ -242,6 +245,7 @@ def test_adapters_of_a_pool_are_taken_as_they_are_now(folder, adapters):
     assert next(iter(sampler.model.parameters())).data_ptr() == before
 
 
+@pytest.mark.full
 def test_an_adapter_that_is_more_than_low_rank_terms_is_sampled_beside_the_others(folder, adapters, tmp_path):
     target, _ = adapters
     model = get_peft_model(load_model(folder)[0], LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))

@@ -65,6 +65,7 @@ def test_what_it_samples_with_adapters_and_base_is_what_the_pool_scores(model, w
         assert output["logps"].flatten()[trained].tolist() == pytest.approx(sampled, abs=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("splits", [True, False], ids=["head apart", "whole logits"])
 def test_an_adapter_on_the_output_projection_scores_prompts_either_way(model, way, splits, monkeypatch):
     if not splits:
@@ -130,6 +131,7 @@ def test_a_saved_adapter_is_read_for_sampling_without_being_added(model, tmp_pat
         model.pool.read_version(tmp_path / "nowhere")
 
 
+@pytest.mark.full
 def test_weights_on_experts_are_sampled_by_any_sampler_of_the_base(tmp_path, way):
     folder = tiny_model(tmp_path / "moe", "qwen3")  # whose tokenizer it is
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ def near(value: Any) -> Any:
     return pytest.approx(value, abs=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("temperature", "scored_at"), [(0.7, None), (0.7, 1.0), (0.0, 1.0), (0.0, None), (1.0, 0.5)])
 def test_the_prompt_is_scored_at_a_temperature_of_its_own(
     sampler: Any, table_of: Any, temperature: float, scored_at: float | None
@@ -89,6 +90,7 @@ def test_only_the_last_tokens_are_scored(sampler: Any, table_of: Any, last: int,
     assert all(len(best) == 2 for best in response.topk_prompt_logprobs[begin:])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, len(PROMPT) - 1, len(PROMPT)])
 def test_targets_are_scored_where_they_are_asked_for(sampler: Any, table_of: Any, count: int) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -112,6 +114,7 @@ def test_targets_that_ask_nothing_are_answered_with_nothing(sampler: Any) -> Non
         assert response.prompt_target_logprobs == wanted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("targets", "said"),
     [

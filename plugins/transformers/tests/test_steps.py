@@ -74,6 +74,7 @@ def test_numbers_before_a_step_do_not_show_the_norm_of_the_step_before(folder: P
     assert "grad_norm" not in model.calculate_metric(is_training=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bound", [None, "1", float("nan"), True])
 def test_a_bound_that_is_no_number_is_refused(folder: Path, bound: Any) -> None:
     model = build(folder, lora=True)
@@ -82,6 +83,7 @@ def test_a_bound_that_is_no_number_is_refused(folder: Path, bound: Any) -> None:
         model.clip_grad_norm(max_grad_norm=bound)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [None, "inf", 0, -1.0, float("nan")])
 def test_a_norm_that_is_none_is_refused(folder: Path, kind: Any) -> None:
     model = build(folder, lora=True)
@@ -173,6 +175,7 @@ def test_a_scheduler_does_not_see_gradients_that_were_dropped(folder: Path) -> N
     assert loss_that_a_scheduler_sees(model) == loss_that_a_scheduler_sees(fresh)
 
 
+@pytest.mark.full
 def test_a_step_that_goes_on_from_a_checkpoint_has_the_loss_of_its_first_part_too(folder: Path, tmp_path: Path) -> None:
     losses = []
     for interrupted in (False, True):

@@ -61,6 +61,7 @@ def check_top(output: Any, logits: torch.Tensor, mask: torch.Tensor, count: int)
     assert output["topk_indices"].dtype == torch.int64
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_the_most_probable_tokens_are_those_of_whole_logits(

@@ -190,6 +190,7 @@ def test_an_unfinished_tail_can_be_flushed(folder: Path, rows: list[Any]) -> Non
     assert relative_error(ours, reference_update(folder, rows[:6], True, False)) <= 1e-6
 
 
+@pytest.mark.full
 def test_clipping_uses_the_norm_of_the_divided_gradient(folder: Path, rows: list[Any]) -> None:
     wanted = reference_update(folder, rows, True, False)
     norm = sum(float(u.square().sum()) for u in wanted.values()) ** 0.5 / LR

@@ -116,6 +116,7 @@ def test_merged_weights_are_those_of_peft(folder: Path, kind: str) -> None:
         torch.testing.assert_close(weight, wanted[name].detach(), rtol=0.0, atol=2e-6, msg=name)
 
 
+@pytest.mark.full
 def test_layers_whose_weight_lies_the_other_way_are_merged(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -148,6 +149,7 @@ def test_half_precision_gets_the_merged_numbers_rounded_once(folder: Path) -> No
     assert not bool(((low <= twice) & (twice <= high)).all()), "or nothing is shown"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("merge", [True, False])
 def test_adapters_of_a_pool_are_sent_by_name(folder: Path, merge: bool) -> None:
     model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no")
@@ -167,6 +169,7 @@ def test_adapters_of_a_pool_are_sent_by_name(folder: Path, merge: bool) -> None:
         manager.sync_weights()
 
 
+@pytest.mark.full
 def test_a_shared_sampler_is_frozen_by_a_sync_and_the_base_never_written(folder: Path) -> None:
     model = trainer(folder, LORA)
     model.add_adapter_to_model("other", LORA)
@@ -316,6 +319,7 @@ def test_a_sync_that_fails_in_the_middle_changes_nothing_and_the_next_one_succee
     assert apart(model, sampler) < 1e-5
 
 
+@pytest.mark.full
 def test_the_base_goes_over_again_after_it_was_merged(folder: Path) -> None:
     model, sampler = trainer(folder, LORA), TorchSampler(folder)
     manager = CheckpointEngineManager(model, sampler)
@@ -353,6 +357,7 @@ def test_what_cannot_be_connected_is_said_at_once(folder: Path) -> None:
         CheckpointEngineManager(trainer(folder, None, steps=0), sampler, "TPU")
 
 
+@pytest.mark.full
 def test_several_managers_may_share_a_model_or_a_sampler(folder: Path) -> None:
     model, samplers = trainer(folder, LORA), [TorchSampler(folder), TorchSampler(folder)]
     managers = [CheckpointEngineManager(model, sampler) for sampler in (*samplers, samplers[0])]

@@ -156,6 +156,7 @@ main(["trash", "restore", "checkpoints/0", "--data", sys.argv[1]])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failpoint", ["trash.before_put_back", "store.before_commit"])
 def test_a_restore_that_is_killed_can_be_done_again(data: Path, failpoint: str) -> None:
     visit = "2" if failpoint.startswith("store") else "1"  # opening the store commits, too

@@ -204,6 +204,7 @@ def result(client: httpx.Client, promise: httpx.Response) -> dict[str, Any]:
     raise AssertionError(said)
 
 
+@pytest.mark.full
 def test_nothing_is_in_the_data_directory(worked: Worked) -> None:
     files = [path for path in worked.service.data.rglob("*") if path.is_file() and path.name != "secret"]
     assert {"twinkle.db", "twinkle.db-wal", "server.json"} <= {path.name for path in files}

@@ -127,6 +127,7 @@ def test_an_engine_that_dies_is_counted_and_what_is_done_again_for_it(service: S
     assert changed("tokens_total", "forward_backward") == 2
 
 
+@pytest.mark.full
 def test_an_engine_that_hangs_is_counted_as_such(service: Served, parties: dict[str, Raw]) -> None:
     model = parties["ben"].model()
     changed = Change(service)

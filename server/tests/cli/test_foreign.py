@@ -79,6 +79,7 @@ def told(answer: httpx.Response, ids: Ids) -> tuple[int, str]:
     return answer.status_code, text
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: value)
 def test_foreign_is_what_unknown_is(parties: tuple[httpx.Client, Ids], method: str, path: str) -> None:
     stranger, theirs = parties

@@ -65,6 +65,7 @@ def test_tokens_that_come_too_fast_come_again_under_their_number(tenant: Callabl
     assert model.raw.result(answer.json()["request_id"], "pass")
 
 
+@pytest.mark.full
 def test_no_more_operations_wait_than_a_key_may_have(tenant: Callable[..., Raw]) -> None:
     model = tenant("--operations", "2").model()
     waiting = [send(model, number) for number in (2, 3)]

@@ -58,6 +58,7 @@ def fails(model: RawModel, token: int, **options: Any) -> str:
     return failed.value.category
 
 
+@pytest.mark.full
 def test_a_pass_that_fails_whole_is_told_until_one_works(service: Served, model: RawModel) -> None:
     assert ready(service)[0] == 200
     assert fails(model, BROKEN) == "server"

@@ -33,6 +33,7 @@ def status_of(client: httpx.Client) -> int:
     return client.get("/api/v1/get_server_capabilities").status_code
 
 
+@pytest.mark.full
 def test_the_first_start_shows_one_key_and_one_line(service: Process) -> None:
     assert len(KEY.findall(service.said)) == 1
     assert len(READY.findall(service.said)) == 1
@@ -52,6 +53,7 @@ def test_strangers_get_401_everywhere_but_at_the_probes(service: Process) -> Non
             assert stranger.get(path).status_code == 200
 
 
+@pytest.mark.full
 def test_keys_made_and_revoked_while_it_runs_count_at_once(service: Process) -> None:
     key = run("keys", "create", "alice", "--data", str(service.data)).strip()
     assert KEY.fullmatch(key)

@@ -118,6 +118,7 @@ def child(folder: Path, failpoint: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("point", POINTS)
 def test_after_a_kill_the_folder_is_whole_or_not_there(tmp_path: Path, point: str) -> None:
     assert child(tmp_path, f"files.{point}").returncode == -9

@@ -92,6 +92,7 @@ def test_what_is_under_way_is_told_before_its_outcome(ledger: Engine) -> None:
         assert of_begin < of_done
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
@@ -125,6 +126,7 @@ def test_an_error_of_the_engine_is_one_line_without_a_traceback(tmp_path: Path) 
     assert "the ledger was told that 13 is an error" in made.log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["whole", "memory"])
 def test_a_pass_that_cannot_be_done_is_done_in_halves(tmp_path: Path, how: str) -> None:
     with engine(tmp_path, extra={how: [13], "seconds_per_token": 0.05}) as made:
@@ -185,6 +187,7 @@ def test_checkpoints_are_published_and_read(ledger: Engine, tmp_path: Path) -> N
     assert ledger.ledger("copy", 1) == ([5], [])
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_not_what_was_saved_is_refused(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
@@ -203,6 +206,7 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_refused(tmp_path: Path) -> N
             assert str(tmp_path) not in outcome["error"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("folder", ["../outside", "/tmp/outside", "checkpoints/../../outside", ""])
 def test_no_folder_outside_of_the_data_directory_is_written_or_read(
     ledger: Engine, tmp_path: Path, folder: str
@@ -264,6 +268,7 @@ def test_samples_that_were_under_way_in_a_crash_are_alone(tmp_path: Path) -> Non
         assert all(operation not in turn or turn == [operation] for turn in together for operation in (ids[1], ids[3]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["whole", "memory"])
 def test_a_decode_step_that_fails_costs_only_the_request_that_made_it(tmp_path: Path, how: str) -> None:
     with engine(tmp_path, extra={how: [13], "seconds_per_decode": 0.01}) as made:
@@ -298,6 +303,7 @@ def test_only_samples_are_cancelled(tmp_path: Path) -> None:
         assert made.ledger("m", 3) == ([], [1, 2])
 
 
+@pytest.mark.full
 def test_training_goes_on_while_sampling_has_work_and_the_other_way_round(tmp_path: Path) -> None:
     chaos = {"seconds_per_token": 0.001, "seconds_per_decode": 0.01}
     with engine(tmp_path, extra=chaos, max_pass_seconds=0.05, pass_tokens=10) as made:
@@ -316,6 +322,7 @@ def test_training_goes_on_while_sampling_has_work_and_the_other_way_round(tmp_pa
         assert changes >= 6, "they took turns"
 
 
+@pytest.mark.full
 def test_decode_steps_are_taken_inside_a_long_pass(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"seconds_per_token": 0.00005}) as made:
         made.create("m")

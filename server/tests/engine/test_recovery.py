@@ -28,6 +28,7 @@ def snapshots(made: Engine) -> list[Message]:
     return [message for message in made.seen if message.type == messages.SNAPSHOTTED]
 
 
+@pytest.mark.full
 def test_a_snapshot_holds_everything_up_to_the_number_that_it_tells(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
@@ -72,6 +73,7 @@ def test_large_payloads_make_a_snapshot_due(tmp_path: Path) -> None:
         assert made.wait(messages.SNAPSHOTTED).head["number"] == 4
 
 
+@pytest.mark.full
 def test_failed_and_cancelled_operations_are_counted(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
@@ -129,6 +131,7 @@ def _gone(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("harm", [_flip, _other, _gone])
 def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Path, harm: object) -> None:
     assert callable(harm)
@@ -169,6 +172,7 @@ def test_want_of_descriptors_is_told_as_passing_and_costs_no_model(tmp_path: Pat
         assert made.ledger("m", 1) == ([], [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lacking", ["memory", "whole"])
 def test_a_replay_that_fails_says_whether_that_may_pass_and_nothing_runs_on_what_is_left(
     tmp_path: Path, lacking: str
@@ -203,6 +207,7 @@ def test_a_model_is_let_go_of_when_its_snapshot_is_on_the_disk(tmp_path: Path) -
         assert len(snapshots(made)) == 1, "nothing changed since"
 
 
+@pytest.mark.full
 def test_a_model_is_kept_while_the_disk_takes_no_snapshot(tmp_path: Path) -> None:
     environment = {**os.environ, "FAILPOINT": "files.before_rename:1:enospc"}
     with engine(tmp_path, environment=environment, snapshot=0.5, snapshot_steps=1) as made:

@@ -45,6 +45,7 @@ def waiting(draw: st.DrawFn) -> list[Task]:
     return order
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=50)
 @given(waiting(), st.integers(1, 400), st.data())
 def test_each_task_runs_once_and_each_queue_in_order_whenever_they_come(
@@ -138,6 +139,7 @@ def test_what_was_under_way_in_a_crash_is_alone() -> None:
     assert sorted(item.number for turn in turns for item in turn) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sizes", [(100, 100), (10, 500), (5, 3000), (64, 65)])
 @pytest.mark.parametrize("budget", [256, 1000, 4096])
 def test_equal_tenants_get_equal_tokens_whatever_their_operations_and_queues(

@@ -61,6 +61,7 @@ def flood(port: int, head: bytes, pieces: Iterable[bytes]) -> None:
             connection.sendall(piece)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("start", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n"])
 def test_a_head_that_does_not_end_ends_the_connection(port: int, start: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), SECONDS) as connection:

@@ -164,6 +164,7 @@ def test_a_datum_that_kills_or_hangs_the_engine_fails_its_own_operation(tmp_path
     within(3 * SOON, scenario)
 
 
+@pytest.mark.full
 def test_an_engine_that_was_stopped_is_started_anew_once_it_owes_an_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = open_store(tmp_path)

@@ -32,6 +32,7 @@ def test_operations_run_in_the_order_of_their_numbers_whatever_the_order_of_arri
     within(SOON, scenario)
 
 
+@pytest.mark.full
 @given(st.integers(0, 10**6), st.integers(0, 6), st.integers(1, 7))
 @settings(max_examples=40, deadline=None)
 def test_an_engine_that_dies_anywhere_loses_and_repeats_nothing(seed: int, deaths: int, every: int) -> None:

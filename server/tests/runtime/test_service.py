@@ -219,6 +219,7 @@ def test_a_model_that_cannot_be_made_again_says_so_and_is_tried_again_by_the_nex
     within(SOON, scenario)
 
 
+@pytest.mark.full
 def test_what_a_model_did_is_kept_until_it_is_given_up_for_good(tmp_path: Path) -> None:
     async def scenario() -> None:
         times = Times(kept_run=1.0, session=0.2)
@@ -353,6 +354,7 @@ def test_a_session_that_was_heard_of_and_is_finished_is_gone(tmp_path: Path) -> 
     within(SOON, scenario)
 
 
+@pytest.mark.full
 def test_no_session_expires_while_its_operation_runs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path, times=Times(session=0.5)) as at:

@@ -43,6 +43,7 @@ def test_the_service_keeps_its_promises_under_faults_of_many_kinds(first: int) -
         simulate(seed)
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_history_again() -> None:
     lines: list[str] = []
     assert (simulate(7, lines.append), "\n".join(lines)) == history(7)

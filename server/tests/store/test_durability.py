@@ -100,6 +100,7 @@ def integrity(store: Store) -> str:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rounds", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_acknowledged_operations_survive_kills_at_random_moments(tmp_path: Path, run: Run, rounds: int) -> None:
     chance = random.Random(rounds)
@@ -114,6 +115,7 @@ def test_acknowledged_operations_survive_kills_at_random_moments(tmp_path: Path,
     assert len(said) > rounds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", ["store.before_commit", "store.after_commit", "blob.before_rename", "blob.after_rename"]
 )

@@ -92,6 +92,7 @@ def content(data: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lose", LOSSES, ids=lambda lose: lose.__name__)
 @pytest.mark.parametrize("serve", [True, False])
 def test_a_lost_database_is_told_with_the_way_to_restore_it(
@@ -192,6 +193,7 @@ def spoil(database: Path, seed: int) -> None:
     database.write_bytes(raw)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_pages_are_told_as_a_damaged_database(data: Path, seed: int) -> None:
     spoil(data / "twinkle.db", seed)
@@ -263,6 +265,7 @@ def test_a_directory_that_is_served_is_not_set_aside(data: Path) -> None:
         store.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("visit", [1, 2, 3])
 def test_setting_aside_that_is_killed_can_be_done_again(data: Path, visit: int) -> None:
     names = {path.relative_to(data).as_posix() for path in data.rglob("weights")}

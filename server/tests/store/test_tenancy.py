@@ -176,6 +176,7 @@ def contents(store: Store) -> list[str]:
     return store.database.write_now(dump)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ASKED)
 def test_anothers_is_not_found_and_not_changed(ada: Store, run: Run, name: str) -> None:
     before = contents(ada)
@@ -185,6 +186,7 @@ def test_anothers_is_not_found_and_not_changed(ada: Store, run: Run, name: str) 
     assert contents(ada) == before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EMPTY)
 def test_anothers_is_not_listed_and_not_changed(ada: Store, run: Run, name: str) -> None:
     before = contents(ada)

@@ -67,6 +67,7 @@ def test_samples_of_an_inflight_client_name_the_model_and_no_weights(served, cli
     assert (payload["source"], payload["inflight"]) == (None, model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -218,6 +219,7 @@ def test_loading_into_a_model_wants_the_same_shape(client):
     assert "rank 4" in result(client, client.post("/load_weights", json={"model_id": other, **load}))["error"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

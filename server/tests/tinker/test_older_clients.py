@@ -53,6 +53,7 @@ def test_forward_has_a_route_of_its_own(served, client, model):
     assert parse_request(served.service.submissions[-1].payload).forward_only
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

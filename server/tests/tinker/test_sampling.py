@@ -95,6 +95,7 @@ def test_the_options_go_into_the_log_with_a_seed(served, client, name):
     assert served.service.submissions[0].tokens == 3 + 8
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -123,6 +124,7 @@ def test_what_cannot_be_sampled_fails_as_the_users_fault(client, name, changes: 
     assert words.replace("\\", "") in answer["error"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "status"),
     [

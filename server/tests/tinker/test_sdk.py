@@ -210,6 +210,7 @@ def test_it_takes_external_weights_away(served, client):
     assert httpx.get(urls["a.bin"], headers={"X-API-Key": served.key()}, trust_env=False).content == b"weights"
 
 
+@pytest.mark.full
 def test_it_is_told_what_is_served(served):
     rest = tinker.RestClient(base_url=served.url, api_key=served.key())
     [model] = rest.get_server_capabilities().result(SECONDS).supported_models

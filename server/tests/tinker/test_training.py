@@ -281,6 +281,7 @@ def test_a_future_is_its_owners_alone(served):
     assert mine.post("/retrieve_future", json={"request_id": "none"}).status_code == 404
 
 
+@pytest.mark.full
 def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.MonkeyPatch):
     settings, wait, held = served.state.settings, served.service.wait, []
 
@@ -305,6 +306,7 @@ def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.Mon
     assert not held
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["good", "refused", "unreadable"])
 @pytest.mark.parametrize("path", ["/optim_step", "/load_weights"])
 def test_large_bodies_are_read_off_the_loop(served, monkeypatch: pytest.MonkeyPatch, path: str, form: str):

@@ -99,6 +99,7 @@ def beside(bench: Bench, loss: str, rows: Any = None, **config: Any) -> tuple[An
     return found[0], found[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [[rich_row(6, 1)], [rich_row(5, 2), rich_row(9, 3), rich_row(1, 4)]])
 @pytest.mark.parametrize("config", [{}, {"share": 0.25, "mode": "other"}])
 def test_value_and_gradient_are_those_of_the_loss_in_process_to_the_bit(shared, inside, rows, config):
@@ -153,6 +154,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", BAD)
 def test_it_fails_its_own_operation_and_no_other(shared, inside, loss, caplog):
     _, alone = inside.run("b", [datum(6, 2)])

@@ -39,6 +39,7 @@ def go_on(bench, queue_id):
     return bench.weights(queue_id)
 
 
+@pytest.mark.full
 def test_a_model_from_a_checkpoint_with_its_optimizer_goes_on_as_if_nothing_had_happened(trained, fresh):
     folder = trained.save("a", "weights")
     trained.executor.create("b", Create(4, 99, source="x", optimizer=True), folder)
@@ -64,6 +65,7 @@ def test_without_the_optimizer_the_weights_are_equal_and_the_moments_fresh(train
         torch.testing.assert_close(value, theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_loading_into_a_model_drops_what_it_had(trained, optimizer):
     trained.run("a", [datum(9, 30)])
@@ -91,6 +93,7 @@ def test_what_a_row_says_of_a_checkpoint(trained):
     assert said == {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("switches", [{}, {"train_unembed": False}, {"train_mlp": False, "train_attn": False}])
 def test_external_weights_load_in_peft_and_give_the_same_logprobs(bench, switches):
     bench.create("a", rank=8, **switches)
@@ -154,6 +157,7 @@ def test_damaged_files_are_an_error_and_leave_nothing(trained, broken, how):
         trained.run("b", [datum(3, 1)])
 
 
+@pytest.mark.full
 def test_a_snapshot_brings_back_everything_pending_gradients_included(trained, fresh):
     trained.run("a", [datum(9, 30)])
     folder = trained.snapshot("a")
@@ -193,6 +197,7 @@ def test_a_fresh_model_snapshots_before_its_first_step(bench, fresh):
     assert same(go_on(bench, "a"), go_on(other, "a"))
 
 
+@pytest.mark.full
 def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, monkeypatch):
     """As on a GPU: ranks rounded up to a multiple of 8, and the places in another order."""
     trained.run("a", [datum(9, 30)])

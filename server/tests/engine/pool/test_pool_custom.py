@@ -104,6 +104,7 @@ def sampled(logprobs: Any, old: Any, advantages: Any, scale: Any) -> Any:
     return -(torch.exp(logprobs - old) * advantages).sum() * scale, {}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_traced_loss_trains_like_the_published_one(fresh: Callable[..., Any]):
     bench = fresh(extra={"custom_losses": True})
@@ -177,6 +178,7 @@ def test_lists_that_share_their_entries_are_not_walked_through(levels: int):
         graphs.run(doubled(levels), {"logprobs": torch.zeros(4)})
 
 
+@pytest.mark.full
 def test_other_models_of_the_same_pass_are_trained_though_one_graph_is_refused(fresh: Callable[..., Any]):
     bench = fresh(extra={"custom_losses": True})
     for queue_id in ("a", "b"):
@@ -252,6 +254,7 @@ def test_time_is_counted_over_all_rows_of_an_operation(fresh: Callable[..., Any]
     assert is_passing(late.value)
 
 
+@pytest.mark.full
 def test_steps_of_all_rows_are_counted_before_the_first_is_done(fresh: Callable[..., Any]):
     name = loss_id(graph_of(*[("torch.exp", [X])] * 1000, ("torch.sum", [X])))
     bench = fresh(extra={"custom_losses": True})

@@ -124,6 +124,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_operation_fails_alone_with_words(shared, name):
     rows, loss, config, words = BAD[name]

@@ -101,6 +101,7 @@ def test_one_request_or_two_give_the_same_sums(bench: Bench) -> None:
     assert loss(rows) == pytest.approx(sum(loss([row]) for row in rows), rel=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("spans", "words"),
     [

@@ -308,6 +308,7 @@ def test_what_makes_no_sense_is_said_at_once(shared, options, words):
     assert shared.executor.sampling == 0
 
 
+@pytest.mark.full
 def test_adapters_of_a_mixture_of_experts_are_sampled_from(tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -56,6 +56,7 @@ def test_a_fresh_model_is_the_base_model_and_follows_from_its_seed(bench):
     assert not all(torch.equal(a[name], c[name]) for name in a)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("switch", ["train_attn", "train_mlp", "train_unembed"])
 def test_what_is_switched_off_has_no_parameters(bench, switch):
     parts = {"train_attn": "self_attn", "train_mlp": ".mlp.", "train_unembed": "lm_head"}
@@ -70,6 +71,7 @@ def test_nothing_to_train_is_the_clients_error(bench):
         bench.create("a", train_attn=False, train_mlp=False, train_unembed=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [1, 4, 64])
 def test_the_scale_is_32_over_the_rank(bench, rank):
     bench.create("a", rank=rank)
@@ -103,6 +105,7 @@ def test_losses_and_three_updates_are_those_of_peft_and_torch(bench, name):
     compare(bench, "a", other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bound", [0.0, 0.5, 1e6])
 def test_the_summed_gradient_is_clipped_by_its_norm(bench, bound):
     bench.create("a")
@@ -144,6 +147,7 @@ def test_a_forward_between_leaves_the_update_as_it_is_bit_for_bit(bench):
     assert all(torch.equal(mine, bench.weights("b")[name]) for name, mine in bench.weights("a").items())
 
 
+@pytest.mark.full
 def test_operations_of_two_models_in_one_pass_are_each_alone(bench, fresh):
     alone = fresh()
     for at, queue_id in enumerate("ab"):
@@ -210,6 +214,7 @@ def test_a_first_step_without_gradients_only_decays(bench):
         torch.testing.assert_close(value, before[name] * 0.95)
 
 
+@pytest.mark.full
 def test_several_targets_a_position_are_scored_and_trained_dense_or_sparse(bench):
     from twinkle_server.wire.codec import Sparse
 
@@ -271,6 +276,7 @@ def test_without_weights_every_target_counts_once(bench):
     assert metrics["loss:sum"] == pytest.approx(-found.sum(), rel=1e-6)
 
 
+@pytest.mark.full
 def test_custom_losses_of_the_sdk_are_cross_entropy_with_weights_of_either_sign(bench):
     """C = sum lp^2, so that the weights are -dC/dlp = -2 lp."""
     bench.create("a")
@@ -285,6 +291,7 @@ def test_custom_losses_of_the_sdk_are_cross_entropy_with_weights_of_either_sign(
     compare(bench, "a", other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", ["GRPOLoss", "DRGRPOLoss", "CISPOLoss"])
 def test_metrics_are_sums_by_their_names(bench, loss):
     bench.create("a")
