@@ -45,6 +45,7 @@ def test_splits_slices_and_options(hub: FakeHub, client: Any, scheme: str, name:
     assert client("list(HubOperation.load_dataset(id, split='test'))", id=id) == [{"query": "c", "n": 3}]
 
 
+@pytest.mark.full
 def test_parquet_and_configurations(hub: FakeHub, client: Any, scheme: str, name: str) -> None:
     hub.add(name, {"data/train-00000.parquet": parquet([{"a": 1}, {"a": 2}])}, repo_type="dataset")
     assert client("dataset(id)", id=f"{scheme}://{name}") == [{"a": 1}, {"a": 2}]

@@ -265,6 +265,7 @@ def test_line_105_another_key_reads_a_checkpoint_only_while_it_is_public(two: tu
     unloadable(theirs, path)
 
 
+@pytest.mark.full
 def test_foreign_is_what_unknown_is_on_every_route(two: tuple[Raw, Raw]) -> None:
     mine, theirs = two
     session = mine.session()

@@ -135,6 +135,7 @@ def test_line_67_a_future_says_why_it_waits(two: Served) -> None:
     assert "queue_state_reason" not in answer, "it runs, and waits for nobody"
 
 
+@pytest.mark.full
 def test_line_68_a_sample_that_nobody_wants_is_dropped(two: Served) -> None:
     cancelled = 'twinkle_operations_total{kind="sample",outcome="cancelled"}'
     decoding = 'twinkle_pass_seconds_sum{kind="sample"}'

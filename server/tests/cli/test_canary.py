@@ -211,6 +211,7 @@ def test_nothing_is_in_the_data_directory(worked: Worked) -> None:
     assert {path.name: found for path in files if (found := worked.found_in(path.read_bytes()))} == {}
 
 
+@pytest.mark.full
 def test_failures_are_kept_without_it(worked: Worked) -> None:
     with sqlite3.connect(f"file:{worked.service.data / 'twinkle.db'}?mode=ro", uri=True) as connection:
         errors = [error for (error,) in connection.execute("SELECT error FROM operations WHERE error IS NOT NULL")]

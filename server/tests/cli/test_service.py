@@ -43,6 +43,7 @@ def test_the_first_start_shows_one_key_and_one_line(service: Process) -> None:
     assert models[0]["model_name"] == "ledger/model"
 
 
+@pytest.mark.full
 def test_strangers_get_401_everywhere_but_at_the_probes(service: Process) -> None:
     with httpx.Client(base_url=service.url, trust_env=False) as stranger:
         for path in ("/api/v1/create_session", "/api/v1/none", "/none", "/api/v1/forward_backward"):

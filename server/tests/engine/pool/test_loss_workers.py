@@ -182,6 +182,7 @@ def test_it_fails_its_own_operation_and_no_other(shared, inside, loss, caplog):
         shared.step("a", learning_rate=0.0)
 
 
+@pytest.mark.full
 def test_two_losses_that_hang_in_one_pass_delay_it_by_one_deadline(shared):
     shared.run("a", [plain_row()], "AcmePlain")
     shared.run("b", [plain_row()], "AcmePlain")

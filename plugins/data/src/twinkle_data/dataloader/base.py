@@ -269,9 +269,14 @@ class DataLoader:
         loader = self._torch_loader()
         if "generator" not in self._torch_options:
             loader.generator.manual_seed(self.seed + epoch)
-        for number, rows in enumerate(loader):
-            self._consumed += len(batches[number])
-            yield rows
+        try:
+            for number, rows in enumerate(loader):
+                self._consumed += len(batches[number])
+                yield rows
+        except Exception as error:
+            # Frames of torch in the traceback would keep its iterator alive until the garbage collector finds it, which
+            # then waits 5 seconds for each worker process.
+            raise error.with_traceback(None) from error.__cause__
 
     @_remote
     def skip_consumed_samples(self, consumed_train_samples: int) -> None:
