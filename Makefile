@@ -1,7 +1,7 @@
 # Thin: each target is one or two commands that also work by hand. The environment is `.venv` here at the root.
 # Another interpreter: make PYTHON=python3.12 test. Other pytest flags: make test TESTS="plugins/losses -k nll".
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 TESTS ?=
 TWINKLE_MEMORY_LIMIT ?= 4GB
 BIN := .venv/bin

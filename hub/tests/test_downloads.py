@@ -117,6 +117,7 @@ def test_a_connection_that_breaks_is_taken_up_where_it_stopped(hub: FakeHub, cli
     assert asked("GET", "model.safetensors", " 206")
 
 
+@pytest.mark.full
 def test_a_hub_that_fails_once_is_asked_again(hub: FakeHub, client: Any, scheme, name) -> None:
     hub.add(name, FILES)
     hub.fail(rf"GET .*{name}", 503)

@@ -107,6 +107,7 @@ def offered_by(module: str, name: str) -> set[str]:
     return {spec.dist for spec in specs or (registry().specs(kind).get(name, []) if kind in KINDS else [])}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", PACKAGES)
 def test_its_project_declares_the_plugins_of_the_names_that_it_imports(kind: str, baked: dict[str, Path]) -> None:
     project = tomllib.loads((baked[kind] / "pyproject.toml").read_text("utf-8"))["project"]
@@ -255,11 +256,13 @@ def test_a_missing_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert baking.git_author() == ""
 
 
+@pytest.mark.full
 def test_an_author_in_two_lines_is_one_line(tmp_path: Path) -> None:
     text = (bake("loss", "acme-focal", tmp_path, author="Ada\nLovelace") / "pyproject.toml").read_text("utf-8")
     assert tomllib.loads(text)["project"]["authors"] == [{"name": "Ada Lovelace"}]
 
 
+@pytest.mark.full
 def test_an_edit_of_the_scaffold_works_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is cached or copied at installation: a checkout's own files are baked."""
     edited = tmp_path / "scaffold"

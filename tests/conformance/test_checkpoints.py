@@ -104,6 +104,7 @@ def test_line_97_the_older_way_to_load_works_too(raw: Raw, trained: RawModel) ->
     assert np.array_equal(model.logprobs(OTHER), trained.logprobs(OTHER))
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_shape_is_refused(raw: Raw, trained: RawModel) -> None:
     model = raw.model(lora={"rank": 8})
     with pytest.raises(Failed, match="rank") as failed:
@@ -112,6 +113,7 @@ def test_a_checkpoint_of_another_shape_is_refused(raw: Raw, trained: RawModel) -
     assert model.forward([row(TOKENS)])
 
 
+@pytest.mark.full
 def test_line_98_a_sampler_from_a_path_has_the_numbers_of_the_time_of_saving(raw: Raw, trained: RawModel) -> None:
     path = trained.save_sampler("a")
     then = trained.logprobs(TOKENS)
@@ -218,6 +220,7 @@ def test_line_103_a_checkpoint_whose_time_is_over_is_gone(served: Served, raw: R
     assert trained.save("a") == path, "its name is free again"
 
 
+@pytest.mark.full
 def test_line_104_lists_come_in_pages_of_a_stable_order(counted: Raw) -> None:
     model = counted.model()
     saved = [model.save(f"c{at}") for at in range(7)]

@@ -176,6 +176,7 @@ def test_lines_41_47_59_a_bad_row_fails_its_own_future_in_words(raw: Raw, tmp_pa
     assert np.array_equal(model.logprobs(SHORT), before)
 
 
+@pytest.mark.full
 def test_line_42_gradients_are_summed_over_datums_and_requests(raw: Raw, tiny: Path, tmp_path: Path) -> None:
     adam = {"learning_rate": 0.5, "eps": 10.0}  # so large an eps makes the update proportional to the gradient
     start = trained(raw).save("start")
@@ -217,6 +218,7 @@ def test_line_44_the_sdk_puts_many_chunks_together_in_order(served: Served, tiny
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.full
 def test_line_45_a_custom_loss_that_is_cross_entropy_gives_its_update(served: Served, tiny: Path) -> None:
     weights = np.array([1.0, -0.5, 2.0, 0.25], np.float32)
 

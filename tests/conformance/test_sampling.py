@@ -88,6 +88,7 @@ def test_line_74_a_stop_string_ends_the_sequence_and_is_in_it_once(raw: Raw, tin
     assert tokens_of(sequence) == free[: len(tokens_of(sequence))]
 
 
+@pytest.mark.full
 def test_line_75_the_end_token_stops_unless_the_list_of_stops_is_empty(raw: Raw) -> None:
     model = raw.model()
     for _ in range(6):  # teach it to end at once
@@ -151,6 +152,7 @@ def scaled(raw: Raw, model: Any, tokens: list[int], temperature: float) -> Any:
     return logits[np.arange(len(tokens)), tokens]
 
 
+@pytest.mark.full
 def test_line_82_a_prompt_is_scored_as_the_forward_pass_does(raw: Raw, served: Served, tiny: Path) -> None:
     model = raw.model()
     model.train(PROMPT * 2, steps=2)
@@ -284,6 +286,7 @@ BAD_PARAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("field", "value"), BAD_PARAMS)
 def test_parameters_that_make_no_sense_are_refused_by_name(raw: Raw, field: str, value: float) -> None:
     refused(raw, raw.sampler(), field, params={"max_tokens": 2, field: value})
@@ -318,6 +321,7 @@ def test_line_90_a_sampler_keeps_the_weights_it_was_made_with(raw: Raw) -> None:
     assert np.abs(newer.scores(PROMPT * 2)[1:] - before[1:]).max() > 0.1
 
 
+@pytest.mark.full
 def test_line_91_inflight_samplers_move_to_the_newest_weights(raw: Raw) -> None:
     model = raw.model()
     model.train(PROMPT * 3, steps=1)

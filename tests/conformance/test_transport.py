@@ -63,6 +63,7 @@ def test_line_4_a_key_is_enough(guarded: Served) -> None:
     assert answer.json()["session_id"]
 
 
+@pytest.mark.full
 def test_line_5_the_sdk_asks_what_is_served(served: Served, tiny: Path) -> None:
     with sdk.opened(served.url, "tml-x") as client, pytest.warns(FutureWarning):
         models = client.get_server_capabilities().supported_models

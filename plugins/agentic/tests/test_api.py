@@ -211,6 +211,7 @@ def test_what_is_wrong_is_not_asked_again_and_the_key_is_never_shown(
     assert len(text) < 2000
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "answer", ["no json", "[1]", "[" * 100_000, {"choices": []}, {"choices": [{}]}, {"error": "none"}]
 )

@@ -59,6 +59,7 @@ def test_nothing_that_was_sampled_is_tokenized_again() -> None:
     assert [label for label in row["labels"] if label != -100] == odd
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("follows", [[MORE], [RESULT | {"name": "add", "tool_call_id": "call_add"}]])
 def test_a_row_with_a_bridge_is_what_the_chat_template_writes(family: str, follows: list[Any]) -> None:

@@ -157,6 +157,7 @@ def test_what_tools_do_wrong_is_told_to_the_model_and_harms_no_other_trajectory(
     assert len(answers["huge"]) < 10_100
 
 
+@pytest.mark.full
 def test_calls_that_cannot_be_read_are_answered_and_the_next_turn_may_do_better() -> None:
     rows = played(
         Script(
@@ -199,6 +200,7 @@ def test_several_calls_of_one_turn_are_run_in_order() -> None:
     assert [message["role"] for message in row["messages"][2:5]] == ["tool"] * 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("parser", [HERMES, CLINE, REACT, VCP, DSML], ids=["hermes", "cline", "react", "vcp", "dsml"])
 def test_calls_are_read_in_every_markup_that_the_house_knows(parser: Any) -> None:
     for text, expected in parser["calls"].items():
@@ -282,6 +284,7 @@ def test_what_a_sampler_says_of_a_turn_that_failed_is_the_reason(reason: Any) ->
     assert not rows[0]["truncated"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("reason", "logprobs"), [("stop", []), ("abort", None), ("length", [])])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_an_empty_turn_ends_its_own_trajectory_alone(turn: int, reason: Any, logprobs: Any) -> None:

@@ -95,6 +95,7 @@ def test_the_log_probabilities_of_a_rollout_are_the_models_own_at_the_trained_po
         assert logps[: len(row["labels"])].count_nonzero() == len(trained)
 
 
+@pytest.mark.full
 def test_turns_of_the_same_call_are_drawn_again_with_the_same_seed_and_not_alike(rows: list[Any], model: Any) -> None:
     sampler = TorchSampler(model=model)
     sampler.set_template(Eager, model_id=model.model_id)

@@ -223,6 +223,7 @@ def test_a_call_after_which_glm4_observes_ends_with_that_token() -> None:
 # Length
 
 
+@pytest.mark.sample(2)
 @EVERY
 def test_rows_at_the_limit_stay_whole_and_one_more_token_is_cut(family: str) -> None:
     row = talk("q", "a", "Q", "A")

@@ -359,6 +359,7 @@ def test_what_a_chat_template_refuses_is_not_written_in_another_form(family: str
         encoded(*FAMILIES[family], {"messages": messages, "tools": TOOLS})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if re.match("Qwen|DeepSeek|Llama", family)])
 def test_the_token_that_ends_a_turn_is_trained_once_a_turn(family: str) -> None:
     for name in ("multi-turn", "calls in turn", "text and call"):

@@ -89,6 +89,7 @@ def test_a_plugin_for_a_newer_or_an_older_core(core: str, update: str, make_plug
     assert way in used(PluginIncompatible)
 
 
+@pytest.mark.full
 def test_two_providers_of_a_name(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_plugin("acme_bad", LOSS, parts=WHOLE)
     make_plugin("acme_worse", LOSS, parts=WHOLE)
@@ -182,6 +183,7 @@ def test_a_module_that_is_not_python(source: str, make_plugin: Make) -> None:
     assert "but parts of it are broken" in told("info", "acme_bad")
 
 
+@pytest.mark.full
 def test_bytecode_speaks_for_its_own_source_alone(make_plugin: Make) -> None:
     folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
     part, first = folder / "parts.py", f"broken module: acme_bad: {folder / 'parts.py'}"
@@ -197,6 +199,7 @@ def test_bytecode_speaks_for_its_own_source_alone(make_plugin: Make) -> None:
     assert first in told("doctor")
 
 
+@pytest.mark.full
 def test_a_part_that_no_manifest_names_is_found_too(make_plugin: Make) -> None:
     folder = make_plugin("acme_bad", LOSS, parts=f"from . import inner\n{WHOLE}")
     (folder / "inner.py").write_text("def f(:\n")

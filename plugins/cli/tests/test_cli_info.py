@@ -119,6 +119,7 @@ def test_the_options_model_is_listed_field_by_field(make_plugin: Make) -> None:
     assert found["options_unknown_because"] == "not known: acme_options.focal_config:Options is no pydantic model"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("metadata", "licence", "homepage"),
     [

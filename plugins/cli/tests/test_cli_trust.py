@@ -128,6 +128,7 @@ def test_a_damaged_file_cannot_be_trusted(folder: Path, call: Call) -> None:
     assert call("trust", "--list").stdout == "no folder is trusted\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["--yes", "trust", "variable"])
 def test_code_of_a_folder_is_tested_once_somebody_agreed(
     folder: Path, call: Call, way: str, monkeypatch: pytest.MonkeyPatch

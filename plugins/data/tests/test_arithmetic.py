@@ -121,6 +121,7 @@ def test_it_loads_by_reference_and_becomes_prompts() -> None:
     assert [len(row["messages"]) for row in prompts] == [1] * 5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -251,6 +251,7 @@ def test_rows_with_other_keys_meet_in_a_batch() -> None:
     assert list(DataLoader(stream, batch_size=2)) == [[{"a": 1, "b": None}, {"a": None, "b": 2}]]
 
 
+@pytest.mark.full
 def test_other_peoples_streams_are_read_too() -> None:
     import datasets
 

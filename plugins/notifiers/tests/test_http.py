@@ -116,6 +116,7 @@ def test_an_error_inside_an_answer_of_200_is_seen_and_not_tried_again(
     assert f"a message to 127.0.0.1 is lost after 1 attempt: {told}" in caplog.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("cls", "busy"),
     [
@@ -198,6 +199,7 @@ def test_pauses_grow_with_chance_in_them_and_leave_the_generators_of_training_al
         assert len(set(several)) > 1
 
 
+@pytest.mark.sample(3)
 @each
 @pytest.mark.parametrize("letter", ["x", "漢", "\n", '"', "🙂", "&"])
 def test_a_long_message_keeps_its_ends_and_fits(cls: Any, letter: str, receiver: Web) -> None:

@@ -39,6 +39,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_plain_cross_entropy(build: Any, family: str) -> None:
     model = build(family, **FAMILIES[family])

@@ -120,6 +120,7 @@ def test_rows_of_one_sequence_and_generation_are_as_before(model: Any) -> None:
         assert torch.equal(made.generate(ids, max_new_tokens=3, do_sample=False), own[1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -110,6 +110,7 @@ def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: p
     assert len([line for line in out.splitlines() if line.startswith("  prompt=")]) == 4
 
 
+@pytest.mark.full
 def test_the_first_update_is_taken_where_the_sampler_stood(values: dict[str, Any]) -> None:
     folder, _ = train(values, max_steps=1, reference="always", data={"eval_fraction": 0})
     (step,) = lines(folder)
@@ -254,6 +255,7 @@ def test_a_step_without_one_rewarded_answer_updates_nothing(values: dict[str, An
     assert (state["updates"], state["loop"]) == (0, {"step": 2})
 
 
+@pytest.mark.full
 def test_an_update_that_is_not_finite_is_told_of_and_left_out(
     values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

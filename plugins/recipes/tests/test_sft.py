@@ -139,6 +139,7 @@ def test_the_result_is_a_standard_peft_adapter(values: dict[str, Any]) -> None:
     assert any(parameter.abs().sum() > 0 for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.full
 def test_full_parameter_training_leaves_a_model_that_transformers_loads(values: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -363,6 +364,7 @@ def test_too_few_rows_to_hold_some_out_are_refused(values: dict[str, Any]) -> No
         train(values, data={"slice": 1})
 
 
+@pytest.mark.full
 def test_evaluation_may_be_left_out(values: dict[str, Any]) -> None:
     folder, summary = train(values, data={"eval_fraction": 0.0}, max_steps=2)
     assert summary["best"] is None
@@ -391,6 +393,7 @@ def test_a_run_that_is_refused_loads_nothing_and_leaves_nothing(
     assert list(Path("runs").iterdir()) == []
 
 
+@pytest.mark.full
 def test_rows_with_gaps_are_warned_of(values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "{{NAME}}, of {{AUTHOR}}"}]
     (tmp_path / "gaps.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)

@@ -313,6 +313,7 @@ def test_a_file_says_its_kind_by_its_base_class_or_is_told(tmp_path: Path) -> No
     assert "--kind" in untold.output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -53,6 +53,7 @@ def changed(x: Tensor) -> list[tuple[Tensor, range]]:
     return [(first, HALVES[1]), (second, HALVES[0])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_other_rounding_is_no_fault(dtype: torch.dtype) -> None:
     def noisy(x: Tensor) -> Tensor:

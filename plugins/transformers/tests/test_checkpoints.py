@@ -65,6 +65,7 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.full
 def test_a_saved_adapter_loads_in_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:
     model = build(folder, True)
     train(model, range(3))
@@ -129,6 +130,7 @@ def test_the_optimizer_state_is_safetensors_named_by_parameter(folder: Path, tmp
     assert not [path.name for path in saved.iterdir() if path.suffix in (".pt", ".bin", ".pkl")]
 
 
+@pytest.mark.full
 def test_an_interval_saves_only_its_multiples(folder: Path, tmp_path: Path) -> None:
     model = build(folder, True)
     kept = []
@@ -138,6 +140,7 @@ def test_an_interval_saves_only_its_multiples(folder: Path, tmp_path: Path) -> N
     assert kept == [None, str(tmp_path / "checkpoint-step-2"), None, str(tmp_path / "checkpoint-step-4")]
 
 
+@pytest.mark.full
 def test_an_adapter_of_another_model_is_refused_and_nothing_changes(folder: Path, tmp_path: Path) -> None:
     other = build(tiny_model(tmp_path / "other", hidden_size=32, head_dim=8), True)
     saved = other.save("adapter", str(tmp_path))
@@ -155,6 +158,7 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(folder: Path
     assert model.model.active_adapters == ["default"]
 
 
+@pytest.mark.full
 def test_a_refused_first_adapter_leaves_a_full_model_that_trains(folder: Path, tmp_path: Path) -> None:
     other = build(tiny_model(tmp_path / "other", hidden_size=32, head_dim=8), True)
     saved = other.save("adapter", str(tmp_path))

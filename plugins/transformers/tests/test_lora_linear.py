@@ -85,6 +85,7 @@ def is_one_node(y: Tensor) -> bool:
 # numbers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 @pytest.mark.parametrize("shape", [(IN,), (7, IN), (3, 5, IN), (2, 3, 5, IN), (0, IN), (2, 0, IN)], ids=str)
 def test_outputs_and_gradients_are_those_of_the_formula(kind: str, shape: tuple[int, ...]) -> None:
@@ -106,6 +107,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind: str, shape: tuple[
     assert error(got, wanted) < 1e-12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-7), (torch.float64, 1e-12)], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("bias", [True, False])
@@ -277,6 +279,7 @@ class _Negated(nn.Module):
         return -x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", ODD)
 def test_whatever_is_not_plain_is_computed_by_peft(change: str) -> None:
     both = pair()

@@ -149,6 +149,7 @@ def test_the_cut_is_logged_with_its_reason(folder: Path, caplog: pytest.LogCaptu
     assert "12 rows are computed in 2 passes: more at a time would not fit into the free memory" in caplog.text
 
 
+@pytest.mark.full
 def test_scores_without_a_graph_are_cut_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opened(folder)
     before = model.forward_only(inputs=ROWS)
@@ -165,6 +166,7 @@ def test_scores_without_a_graph_are_cut_too(folder: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(base, model.forward_only(inputs=ROWS, disable_lora=True)["logps"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_logits_that_are_returned_count_for_the_passes_that_follow(folder: Path) -> None:
     model = opened(folder)
     logits = 30 * model.model.config.vocab_size * 4
@@ -180,6 +182,7 @@ def test_logits_that_are_returned_count_for_the_passes_that_follow(folder: Path)
 # refusing
 
 
+@pytest.mark.full
 def test_a_row_that_does_not_fit_alone_is_refused_with_the_figures(folder: Path) -> None:
     model = opened(folder)
     model.forward_backward(inputs=ROWS[:1])

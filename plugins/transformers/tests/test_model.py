@@ -322,6 +322,7 @@ def test_a_nan_loss_stops_with_the_batch_kept_and_the_weights_untouched(model: T
         model.step()
 
 
+@pytest.mark.full
 def test_a_nan_micro_batch_is_skipped_by_option_and_counted(folder: Path) -> None:
     def trained(rows: list[Any], loss: Any, size: int | None) -> tuple[dict[str, Any], dict[str, float]]:
         torch.manual_seed(0)

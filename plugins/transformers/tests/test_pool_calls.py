@@ -83,6 +83,7 @@ def test_losses_of_three_kinds_in_one_call_are_their_formulas_on_peft_s_logps(fo
     assert_near(values, expected(), rounding_of(expected))
 
 
+@pytest.mark.full
 def test_rows_without_adapter_are_a_reference_in_the_same_pass(folder: Path) -> None:
     model = three_adapters(folder)
     outputs = model.forward_backward(inputs=[*MIXED, *MIXED], adapter_name=[*NAMES, *[None] * 6])
@@ -212,6 +213,7 @@ def test_outputs_of_several_adapters_are_rows_in_the_caller_s_order(model: Any) 
         torch.testing.assert_close(whole, output["logps"][:-1], rtol=0, atol=2e-5)
 
 
+@pytest.mark.full
 def test_embeddings_of_several_adapters_are_each_row_s_own(model: Any) -> None:
     outputs = model.forward_only(inputs=MIXED, adapter_name=NAMES, task="embedding")
     for row, name, output in zip(MIXED, NAMES, outputs, strict=True):
@@ -367,6 +369,7 @@ def test_metrics_are_each_adapter_s_own(folder: Path) -> None:
         assert float(metrics["grad_norm"]) == pytest.approx(norms[at], rel=1e-5)
 
 
+@pytest.mark.full
 def test_steps_of_a_list_wait_for_each_adapter_s_accumulation(folder: Path) -> None:
     model = three_adapters(folder)
     for step in range(1, 7):
@@ -416,6 +419,7 @@ def test_rows_padded_on_the_left_have_the_same_numbers(folder: Path) -> None:
     assert [len(output["logps"]) for output in outputs] == [5, 12, 9]
 
 
+@pytest.mark.full
 def test_packed_rows_train_as_the_rows_in_them(folder: Path) -> None:
     rows = make_rows(4, (5, 12, 9, 2), seed=2)
     plain, packed = three_adapters(folder), three_adapters(folder)

@@ -129,6 +129,7 @@ def test_any_of_those_that_shared_a_pass_may_be_computed_again_together(folder: 
     assert grads
 
 
+@pytest.mark.full
 def test_the_weights_of_neighbours_do_not_matter(folder: Path) -> None:
     """What they are by now is another state than the one that they shared the pass with."""
     model, wanted = opened(folder), operations(0)

@@ -170,6 +170,7 @@ def test_a_bad_loss_harms_its_own_operation(model: Any, name: str) -> None:
     fails_alone(model, OTHER, error, match)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_harm_their_own_adapter(model: Any, value: float) -> None:
     flat_of(model, "b").data[5] = value
@@ -249,6 +250,7 @@ def test_a_forward_that_fails_inside_the_model_harms_its_operation_alone(model: 
         assert model.optimizer_group[name].pending == 1
 
 
+@pytest.mark.full
 def test_an_interrupted_call_leaves_everything_as_it_was(model: Any) -> None:
     before = {name: state_of(model, name) for name in ("a", "b", "c")}
     broken_forward = Interruption(model, KeyboardInterrupt())
@@ -344,6 +346,7 @@ def test_a_base_row_is_never_trained(model: Any) -> None:
         assert not parameter.requires_grad
 
 
+@pytest.mark.full
 def test_arguments_of_a_loss_are_there_for_all_rows_of_an_adapter_or_for_none(model: Any) -> None:
     model.set_loss("GRPOLoss", adapter_name="a")
     with pytest.raises(ArgumentError, match=r"of adapter .* is None for the rows \[\d\] and not for the others"):
@@ -371,6 +374,7 @@ def test_rows_that_are_no_whole_sequences_are_refused(model: Any, row: dict[str,
         model.forward_backward(inputs=rows, adapter_name="a")
 
 
+@pytest.mark.full
 def test_arguments_of_steps_are_checked(model: Any) -> None:
     for name in ("b", ["b"]):
         with pytest.raises(TypeError, match="max_grad_nrm"):
@@ -474,6 +478,7 @@ def test_limits_that_are_none_are_refused(folder: Path, option: dict[str, Any]) 
         open_pool(folder, **option)
 
 
+@pytest.mark.full
 def test_steps_of_adapters_named_twice_or_without_gradients_are_refused(model: Any) -> None:
     before = {name: state_of(model, name) for name in ("a", "b", "c")}
     with pytest.raises(ArgumentError, match="must contain each adapter once"):

@@ -155,6 +155,7 @@ def test_training_goes_on_bit_for_bit_in_another_pool(folder: Path, tmp_path: Pa
     assert second.optimizer_group["a"].learning_rates() == whole.optimizer_group["a"].learning_rates()
 
 
+@pytest.mark.full
 def test_a_file_of_another_adapter_changes_nothing(folder: Path, tmp_path: Path) -> None:
     model = trained(folder, lora(4))
     model.save("a", str(tmp_path), adapter_name="a", save_optimizer=True)

@@ -190,6 +190,7 @@ class Bypass(Patch):
         return module
 
 
+@pytest.mark.full
 def test_a_patch_of_the_whole_model_is_seen_by_every_adapter(folder: Path) -> None:
     model = opened(folder)
     head = next(name for name, site in model.pool.sites.items() if site.head)
@@ -221,6 +222,7 @@ class Running(Patch):
         return module
 
 
+@pytest.mark.full
 def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = opened(folder)
     before = trained(model)
@@ -284,6 +286,7 @@ def test_a_sampler_that_shares_the_model_follows_its_patches(folder: Path, kind:
     assert scores(shared) == before
 
 
+@pytest.mark.full
 def test_rows_with_images_are_refused_and_text_goes_on(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 1, "out_hidden_size": 32}

@@ -94,6 +94,7 @@ def kept_by(pool: LoraPool, parts: list[MicroBatch]) -> int:
     return saved_bytes(lambda _: pool.passes.forward(parts), 0, own)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_what_a_pass_keeps_is_predicted(folder: Path, recomputed: bool) -> None:
     pool = opened(folder, mode=recomputed)
@@ -138,6 +139,7 @@ def test_an_adapter_wider_than_any_before_is_measured_anew(folder: Path) -> None
 # recomputation
 
 
+@pytest.mark.full
 def test_recomputation_changes_no_number(folder: Path) -> None:
     pool = opened(folder, mode=True)
     passes = watched(pool)
@@ -336,6 +338,7 @@ def test_a_part_that_cannot_run_alone_fails_alone(folder: Path, back: bool) -> N
     assert begun.count(30) == 2
 
 
+@pytest.mark.full
 def test_errors_hold_on_to_no_pass(folder: Path) -> None:
     pool = opened(folder, mode=False)
     needed(pool, recomputed=False)

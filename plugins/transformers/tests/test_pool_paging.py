@@ -112,6 +112,7 @@ def test_bytes_are_counted_where_they_are(folder: Path) -> None:
     assert (paged.device, paged.host, paged.disk) == (0, 0, 12 * count + 4)
 
 
+@pytest.mark.full
 def test_files_go_when_nobody_wants_them_any_more(folder: Path, tmp_path: Path) -> None:
     model = opened(folder, "a", "A", "c")
     for name in ("a", "A", "c"):
@@ -296,6 +297,7 @@ def test_idle_adapters_that_cannot_leave_are_told_and_refused(
     assert isinstance(model.pool.run([Operation("a", "forward", ROWS[0])])[0], OperationResult)
 
 
+@pytest.mark.full
 def test_adapters_that_nobody_used_take_no_memory_and_are_drawn_from_their_seed_alone(folder: Path) -> None:
     model, other = open_pool(folder), open_pool(folder)
     for at in range(40):

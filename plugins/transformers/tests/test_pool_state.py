@@ -96,6 +96,7 @@ def test_a_snapshot_from_before_the_optimizer_takes_it_away_again(folder: Path) 
     assert torch.equal(flat_of(model, "a"), after)
 
 
+@pytest.mark.full
 def test_a_restored_adapter_is_another_version_for_samplers(folder: Path) -> None:
     model = opened(folder)
     snapshot, first = model.pool.snapshot("a"), model.pool.version("a")
@@ -224,6 +225,7 @@ def test_a_staged_forward_survives_paging(folder: Path) -> None:
     assert not math.isnan(float(flat_of(model, "a").grad.norm()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["one vector", "matrices"])
 def test_what_is_removed_leaves_zeros_in_memory(folder: Path, optimizer: str) -> None:
     model = opened(folder, optimizer=optimizer)

@@ -70,6 +70,7 @@ def test_greedy_is_what_generate_returns_row_by_row(folders, architecture):
         assert tokens == made[0, len(ids) :].tolist()
 
 
+@pytest.mark.full
 def test_a_sliding_window_shorter_than_the_text_is_kept_to(folders):
     sampler = TorchSampler(folders("mistral", sliding_window=6))
     ours = tokens_of(sampler.sample(rows(), {"temperature": 0, "max_tokens": 20}))
@@ -261,6 +262,7 @@ def test_the_context_bounds_what_is_drawn(folders):
     assert [response.sequences[0].stop_reason for response in responses] == ["length", "length"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("length", "max_tokens"), [(17, 1), (17, 0), (16, 1)])
 def test_a_prompt_that_leaves_no_room_names_both_lengths(folders, length, max_tokens):
     sampler = TorchSampler(folders("llama", max_position_embeddings=16))
@@ -272,6 +274,7 @@ def test_without_rows_there_are_no_responses(sampler):
     assert sampler.sample([]) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("inputs", "error", "text"),
     [

@@ -107,6 +107,7 @@ def test_gradients_of_a_live_model_survive_sampling(live):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_training_is_seen_at_once(live):
     sampler = TorchSampler(model=live)
     before = tokens_of(sampler)
@@ -118,6 +119,7 @@ def test_training_is_seen_at_once(live):
     assert tokens_of(sampler) != before
 
 
+@pytest.mark.full
 def test_a_transformers_model_is_shared_also_after_it_got_an_adapter(folder):
     from twinkle.model import TransformersModel
 
@@ -153,6 +155,7 @@ def test_what_it_samples_is_what_the_trainer_scores(folder):
         assert scored[row, trained].tolist() == pytest.approx(sampled, abs=0.15)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["in steps", "whole"])
 def test_a_live_model_samples_with_a_folder_and_keeps_no_adapter_of_it(live, saved, way, monkeypatch):
     if way == "whole":

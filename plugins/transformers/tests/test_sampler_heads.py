@@ -119,6 +119,7 @@ def test_a_prompt_that_comes_while_another_is_read_begins_with_their_head(
     assert [tokens_of([handle.result()])[0] for handle in (first, late)] == alone(folder, prompts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 def test_those_that_wait_go_on_when_the_one_that_is_read_ends(
     folder: Path, end: str, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +196,7 @@ def test_nobody_else_waits_while_a_head_is_read(folder: Path, monkeypatch: pytes
     assert steps[3:5] == [[18, 2], [1, 1, 2]]
 
 
+@pytest.mark.full
 def test_what_ran_while_weights_were_written_serves_no_later_prompt(folder: Path) -> None:
     module, _ = load_model(folder)
     sampler = TorchSampler(model=module)

@@ -105,6 +105,7 @@ def with_another_state():
         return Qwen3_5ForCausalLM(config).eval()
 
 
+@pytest.mark.full
 def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_once(caplog):
     sampler = TorchSampler(model=with_another_state())
     params = {"temperature": 0, "max_tokens": 6}
@@ -144,6 +145,7 @@ def test_a_rotary_embedding_that_depends_on_the_batch_takes_the_slower_path(tmp_
     assert TorchSampler(folder)._service.engine is None
 
 
+@pytest.mark.full
 def test_adapters_and_base_in_one_batch_score_what_a_training_forward_scores(folder, module, adapters):
     target, peft = adapters
     sampler = sampler_of(folder, max_batch_size=6, prefill_tokens=30)

@@ -50,6 +50,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.full
 def test_what_it_samples_with_adapters_and_base_is_what_the_pool_scores(model, way):
     sampler = TorchSampler(model=model)
     assert (sampler._service.engine is None) == (way == "whole")

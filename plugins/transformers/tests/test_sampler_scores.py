@@ -283,6 +283,7 @@ def test_generate_never_stops_either(folder: Path, module: Any) -> None:
     assert made[0, len(PROMPT) :].tolist() == tokens
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_scores_are_the_same_in_whatever_pieces_the_rows_come_even_twice(data: st.DataObject) -> None:

@@ -30,6 +30,7 @@ def build(folder: Path, kind: str = "Sequence", labels: int = 1) -> Transformers
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processor", [{}, {"padding_side": "left"}, {"padding_free": True}])
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_row_is_scored_at_its_last_token_whatever_stands_in_the_padding(

@@ -190,6 +190,7 @@ def test_a_shared_sampler_is_frozen_by_a_sync_and_the_base_never_written(folder:
         model._adapters.select("other")
 
 
+@pytest.mark.full
 def test_a_shared_pool_is_frozen_adapter_by_adapter(folder: Path) -> None:
     model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no")
     for name in ("a", "b"):
@@ -246,6 +247,7 @@ def test_a_stream_that_runs_ends_with_the_weights_that_it_began_with(
     assert running.result().sequences[0].tokens == before != after
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_tied_embeddings_go_over_once_and_stay_tied(tied: Path, kind: str) -> None:
     model, sampler = trainer(tied, KINDS[kind]), TorchSampler(tied)
@@ -257,6 +259,7 @@ def test_tied_embeddings_go_over_once_and_stay_tied(tied: Path, kind: str) -> No
 UNTIES = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # PEFT warns of it too
 
 
+@pytest.mark.sample(2)
 @UNTIES
 @pytest.mark.parametrize("kind", ["head", "embedding", "saved"])
 def test_an_adapter_on_one_of_two_tied_weights_is_not_merged_into_both(tied: Path, kind: str) -> None:
@@ -267,6 +270,7 @@ def test_an_adapter_on_one_of_two_tied_weights_is_not_merged_into_both(tied: Pat
     assert state(sampler.model) == before
 
 
+@pytest.mark.full
 @UNTIES
 def test_an_adapter_on_a_tied_head_is_sent_alone(tied: Path) -> None:
     model, sampler = trainer(tied, KINDS["head"], steps=0), TorchSampler(tied)
@@ -292,6 +296,7 @@ def test_a_sampler_of_another_model_is_left_as_it_was(folder: Path, tmp_path: Pa
         assert state(sampler.model) == before
 
 
+@pytest.mark.full
 def test_a_sync_that_fails_in_the_middle_changes_nothing_and_the_next_one_succeeds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

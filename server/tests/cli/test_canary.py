@@ -221,6 +221,7 @@ def test_failures_are_kept_without_it(worked: Worked) -> None:
     assert details == ["X-API-Key: [hidden]"] * 2
 
 
+@pytest.mark.full
 def test_keys_are_rows_of_hashes(worked: Worked) -> None:
     with sqlite3.connect(f"file:{worked.service.data / 'twinkle.db'}?mode=ro", uri=True) as connection:
         rows = connection.execute("SELECT * FROM keys").fetchall()

@@ -110,6 +110,7 @@ def test_tenants_who_share_a_pass_are_seen_in_it(service: Served, parties: dict[
     assert any(together() for _ in range(10)), "no pass was shared"
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_is_counted_and_what_is_done_again_for_it(service: Served, parties: dict[str, Raw]) -> None:
     model = parties["ana"].model()
     for _ in range(3):

@@ -71,6 +71,7 @@ def test_keys_made_and_revoked_while_it_runs_count_at_once(service: Process) -> 
     assert "revoked" in run("keys", "list", "--all", "--data", str(service.data))
 
 
+@pytest.mark.full
 def test_a_key_has_no_more_adapters_than_it_may(service: Process) -> None:
     arguments = ["--adapters", "1", "--json"]
     made = json.loads(run("keys", "create", "small", "--data", str(service.data), *arguments))
@@ -217,6 +218,7 @@ def test_one_directory_is_served_once(service: Process) -> None:
     assert str(service.process and service.process.pid) in str(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "arguments", [("keys", "revoke", "nobody"), ("keys", "create", "a/b"), ("keys", "create", "operator")]
 )

@@ -55,6 +55,7 @@ class Faults:
         return self._real(*arguments, **more)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("name", ["fsync", "rename", "open", "mkdir"])
 @pytest.mark.parametrize("there", [False, True])

@@ -144,6 +144,7 @@ def test_a_pass_that_cannot_be_done_is_done_in_halves(tmp_path: Path, how: str) 
         assert made.ledger("m3", 2) == ([], [])
 
 
+@pytest.mark.full
 def test_no_memory_for_one_operation_is_told_with_its_size(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"tokens_in_memory": 3}) as made:
         made.create("m")
@@ -153,6 +154,7 @@ def test_no_memory_for_one_operation_is_told_with_its_size(tmp_path: Path) -> No
         assert "4 tokens" in outcome["error"]
 
 
+@pytest.mark.full
 def test_fatal_ends_the_process_and_tells_what_was_under_way(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"fatal": [13]}) as made:
         made.create("m")
@@ -260,6 +262,7 @@ def test_a_bad_sample_fails_alone(ledger: Engine) -> None:
     assert ledger.done(good).head["error"] is None
 
 
+@pytest.mark.full
 def test_samples_that_were_under_way_in_a_crash_are_alone(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"seconds_per_decode": 0.01}) as made:
         ids = [made.sample(Sample([1]), alone=alone) for alone in (False, True, False, True, False)]
@@ -278,6 +281,7 @@ def test_a_decode_step_that_fails_costs_only_the_request_that_made_it(tmp_path: 
         assert [bool(errors[operation]) for operation in ids] == [False, True, False, False]
 
 
+@pytest.mark.full
 def test_a_sample_that_runs_is_dropped_when_it_is_cancelled(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"seconds_per_decode": 0.02}) as made:
         made.create("m")
@@ -395,6 +399,7 @@ def test_options_that_the_ledger_does_not_know_are_refused(tmp_path: Path, extra
         pass
 
 
+@pytest.mark.full
 def test_sums_of_a_large_pass_survive_the_socket(ledger: Engine) -> None:
     ledger.create("m")
     tokens = np.arange(300_000) % 1000
@@ -404,6 +409,7 @@ def test_sums_of_a_large_pass_survive_the_socket(ledger: Engine) -> None:
     assert metrics["loss:sum"] == pytest.approx(float((1 + tokens % 7 / 7).sum()))
 
 
+@pytest.mark.full
 def test_payloads_that_cannot_be_read_fail_alone(ledger: Engine) -> None:
     ledger.create("m")
     bad = [

@@ -54,6 +54,7 @@ def test_a_snapshot_is_written_after_so_many_steps(tmp_path: Path) -> None:
         assert told["number"] == 6
 
 
+@pytest.mark.full
 def test_a_model_that_changed_is_snapshotted_after_some_time_without_any_message(tmp_path: Path) -> None:
     with engine(tmp_path, snapshot=0.05) as made:
         made.create("m")
@@ -154,6 +155,7 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
         assert made.ledger("m", 1) == ([], [])
 
 
+@pytest.mark.full
 def test_want_of_descriptors_is_told_as_passing_and_costs_no_model(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")

@@ -190,6 +190,7 @@ def test_an_engine_that_was_stopped_is_started_anew_once_it_owes_an_answer(tmp_p
     within(SOON, scenario)
 
 
+@pytest.mark.full
 def test_an_engine_that_never_begins_is_told_with_its_last_words(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = open_store(tmp_path)

@@ -284,6 +284,7 @@ def test_old_entries_of_the_audit_log_go(tmp_path: Path) -> None:
     within(SOON, scenario)
 
 
+@pytest.mark.full
 def test_a_silent_session_expires_and_its_model_can_still_be_used(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path, times=Times(session=0.3)) as at:
@@ -301,6 +302,7 @@ def test_a_silent_session_expires_and_its_model_can_still_be_used(tmp_path: Path
     within(SOON, scenario)
 
 
+@pytest.mark.full
 def test_heartbeats_keep_a_session_and_an_unknown_one_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path, times=Times(session=0.4)) as at:

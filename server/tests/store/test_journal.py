@@ -55,6 +55,7 @@ def test_a_repeated_request_finds_the_first_one(journal: Journal, run: Run) -> N
     assert len(run(journal.pending())) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("other", [step(3, b"else"), step(3, kind="save")])
 def test_another_request_under_a_used_number_is_a_conflict_and_is_not_written(
     journal: Journal, run: Run, other: Submission
@@ -156,6 +157,7 @@ def test_requests_are_named_by_128_random_bits_and_a_seal(journal: Journal, run:
     assert all(re.fullmatch("[0-9a-f]{48}", name) for name in names)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
@@ -391,6 +393,7 @@ def test_a_large_result_of_an_operation_that_failed_after_all_is_removed(store: 
     assert files(store) == (0, 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["blob.before_rename", "blob.after_rename", "store.before_commit"])
 @pytest.mark.parametrize("action", ["enospc", "eio"])
 def test_a_disk_that_fails_under_a_large_payload_leaves_nothing(

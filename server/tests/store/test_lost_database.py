@@ -126,6 +126,7 @@ def test_a_start_that_was_killed_before_anything_was_written_begins_anew(tmp_pat
     open_store(tmp_path).close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", ["PRAGMA user_version = 0", "PRAGMA journal_mode = WAL", "CREATE TABLE first (x)"])
 def test_a_first_start_that_was_killed_leaves_files_of_sqlite_which_the_next_one_takes_up(
     tmp_path: Path, moment: str
@@ -242,6 +243,7 @@ def test_check_names_what_is_missing_and_what_is_damaged(data: Path) -> None:
     assert "damaged: 1: " in done.output
 
 
+@pytest.mark.full
 def test_setting_aside_keeps_everything_and_lets_a_new_service_begin(data: Path) -> None:
     before = content(data)
     (data / "twinkle.db").unlink()

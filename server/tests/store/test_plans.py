@@ -13,6 +13,7 @@ RARE = {"FOLDERS", "SOURCES", "OLD_SAMPLERS", "OLD_CHECKPOINTS"}
 NAMES = sorted(name for name in vars(statements) if name.isupper() and name not in RARE | {"COLUMNS"})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_busy_statement_finds_its_rows_by_an_index(store: Store, name: str) -> None:
     query = getattr(statements, name)

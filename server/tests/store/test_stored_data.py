@@ -75,6 +75,7 @@ def test_every_version_has_a_stored_directory() -> None:
     assert stored == list(schema.VERSIONS), "a new version? `python server/tests/store/write_data.py` writes its own"
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_migrations_of_the_past_make_what_was_stored(database: SqliteDatabase, version: str, tmp_path: Path) -> None:
     """A version that was published is not changed: the next one is."""
@@ -86,6 +87,7 @@ def test_migrations_of_the_past_make_what_was_stored(database: SqliteDatabase, v
         made.close()
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_its_rows_go_up_and_down_again(database: SqliteDatabase, version: str) -> None:
     before, old_tables = database.write_now(rows), database.write_now(tables)
@@ -106,6 +108,7 @@ def test_its_rows_go_up_and_down_again(database: SqliteDatabase, version: str) -
     assert not any(database.write_now(rows).values())
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_its_owner_on_another_machine_is_not_robbed(stored: tuple[Path, dict[str, Any]]) -> None:
     data, _ = stored

@@ -91,6 +91,7 @@ def test_figures_and_status_are_for_operators_and_who_can_read_the_folder(
     assert client(where, token=folder_token(b"s" * 32)).get(path, headers=headers).status_code == status
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", sorted(INSIDE))
 @pytest.mark.parametrize(
     ("where", "headers", "status"),
@@ -109,6 +110,7 @@ def test_they_are_for_programs_on_this_machine_where_that_is_allowed(
     assert client(where, local=True).get(path, headers=headers).status_code == status
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", sorted(INSIDE))
 @pytest.mark.parametrize(
     ("headers", "status"),

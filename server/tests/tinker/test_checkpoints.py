@@ -89,6 +89,7 @@ def test_a_name_that_could_be_a_path_fails_and_uses_up_its_number(served, client
     assert save(client, model, 2)["path"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("route", "fields", "words"),
     [
@@ -118,6 +119,7 @@ def test_a_name_is_used_again_only_where_that_is_asked_for(client, model):
     assert client.get("/checkpoints").json()["cursor"]["total_count"] == 1
 
 
+@pytest.mark.full
 def test_a_repeated_save_is_the_same_save(served, client, model):
     body = {"model_id": model, "seq_id": 1, "path": "a"}
     promises = [client.post("/save_weights", json=body).json() for _ in range(2)]
@@ -192,6 +194,7 @@ def test_a_deleted_checkpoint_is_nowhere(client, model):
     assert "does not exist" in result(client, client.post("/load_weights", json=load))["error"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "route", ["other/a", "weights/..", "weights/%2e%2e", "weights/a%00", "weights/%2Fetc%2Fpasswd", "weights//a"]
 )

@@ -71,6 +71,7 @@ def test_what_is_wrong_inside_fails_and_uses_up_its_number(served, client, model
     assert served.service.submissions[-1].number == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes", [{"model_id": None}, {"model_id": 5}, {"seq_id": 0}, {"seq_id": "1"}, {"seq_id": 2**40}]
 )

@@ -99,6 +99,7 @@ def test_sequences_of_another_session_or_tenant_are_refused(served: Any, loop: L
         assert "one that this session sampled" in other.train(sequence)["error"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("index", "tokens", "offset", "words"),
     [

@@ -51,6 +51,7 @@ def test_a_sampling_session_is_described(client: httpx.Client):
     assert sampler(client, session_id, 4).json()["sampling_session_id"] == made
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "status"),
     [

@@ -47,6 +47,7 @@ def datum(rows: int = 3) -> "tinker.Datum":
     )
 
 
+@pytest.mark.full
 def test_it_trains_and_finishes_its_session(served):
     with tinker.ServiceClient(base_url=served.url, api_key=served.key()) as client:
         training = client.create_lora_training_client(base_model=BASE, rank=8).result(SECONDS)
@@ -195,6 +196,7 @@ def in_store(served, project):
     return item.checkpoint_count, item.size_bytes
 
 
+@pytest.mark.full
 def test_it_takes_external_weights_away(served, client):
     import httpx
 

@@ -48,6 +48,7 @@ def test_a_heartbeat_of_a_session_that_is_not_there_ends_the_clients_loop(served
     assert foreign.json()["detail"].replace(session_id, "none") == unknown.json()["detail"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reason", ["success", "errored", "interrupted"])
 def test_a_session_ends_once_however_often_it_is_said(served, client, reason: str):
     session_id = begin(client)
@@ -124,6 +125,7 @@ def test_telemetry_is_taken_and_not_read(client):
     assert client.post("/telemetry", content=b"\xff").status_code == 200
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

@@ -77,6 +77,7 @@ def test_a_model_is_described_at_once(served):
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

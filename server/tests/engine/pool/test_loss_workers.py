@@ -114,6 +114,7 @@ def test_value_and_gradient_are_those_of_the_loss_in_process_to_the_bit(shared, 
     assert torch.equal(grads, wanted)
 
 
+@pytest.mark.full
 def test_many_rows_that_go_through_the_model_in_pieces_give_the_same_bits(shared, inside, monkeypatch):
     rows = [rich_row(5 + number % 7, number) for number in range(24)]
     found = []

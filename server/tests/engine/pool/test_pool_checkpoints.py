@@ -50,6 +50,7 @@ def test_a_model_from_a_checkpoint_with_its_optimizer_goes_on_as_if_nothing_had_
     assert same(go_on(other, "c"), expected)
 
 
+@pytest.mark.full
 def test_without_the_optimizer_the_weights_are_equal_and_the_moments_fresh(trained):
     folder = trained.save("a", "weights")
     trained.executor.create("b", Create(4, 99, source="x"), folder)
@@ -129,6 +130,7 @@ def test_weights_without_an_optimizer_may_begin_a_model_but_not_with_one(trained
         trained.run("c", [datum(3, 1)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
 def test_a_checkpoint_of_another_shape_changes_nothing(trained, kind):
     trained.create("b", rank=8, seed=2)
@@ -190,6 +192,7 @@ def test_a_restored_snapshot_takes_the_place_of_the_model(trained, tmp_path):
     assert same(go_on(trained, "a"), expected)
 
 
+@pytest.mark.full
 def test_a_fresh_model_snapshots_before_its_first_step(bench, fresh):
     bench.create("a", seed=4)
     other = fresh()

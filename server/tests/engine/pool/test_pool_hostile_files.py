@@ -116,6 +116,7 @@ def test_a_sampler_takes_no_configuration_that_it_cannot_honour(house: Any, dama
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("prepare", FOLDERS.values(), ids=FOLDERS)
 def test_a_made_up_folder_is_refused(house: Any, prepare: Prepare) -> None:
     refused(house, "adapter", "sample", prepare)

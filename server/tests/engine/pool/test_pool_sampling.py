@@ -31,6 +31,7 @@ def rescored(bench, tokens):
     return found
 
 
+@pytest.mark.full
 def test_sampled_logprobs_are_those_of_the_training_forward(shared, source):
     sequences, _ = shared.sample(PROMPT, source, count=3, max_tokens=12, seed=5, stop=[])
     for sequence in sequences:
@@ -356,6 +357,7 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_model_without_tokenizer_samples_and_refuses_to_stop_at_texts(tmp_path):
     base = tiny_model(tmp_path / "base", "qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -42,6 +42,7 @@ def compare(bench, queue_id, other):
         torch.testing.assert_close(value, theirs[name], rtol=2e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.full
 def test_a_fresh_model_is_the_base_model_and_follows_from_its_seed(bench):
     bench.create("a", seed=5)
     bench.create("b", seed=5)
@@ -121,6 +122,7 @@ def test_the_summed_gradient_is_clipped_by_its_norm(bench, bound):
     compare(bench, "a", other)
 
 
+@pytest.mark.full
 def test_one_request_of_two_rows_is_two_requests_of_one(bench):
     for queue_id in "ab":
         bench.create(queue_id)
@@ -135,6 +137,7 @@ def test_one_request_of_two_rows_is_two_requests_of_one(bench):
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_forward_between_leaves_the_update_as_it_is_bit_for_bit(bench):
     for queue_id in "ab":
         bench.create(queue_id)
@@ -188,6 +191,7 @@ def test_several_operations_of_one_model_in_one_call_run_in_their_order(bench):
     assert bench.step("a")["grad_norm"] == pytest.approx(bench.step("b")["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_step_without_gradients_moves_by_momentum_and_decay_as_in_torch(bench):
     bench.create("a")
     bench.shake("a")
