@@ -59,10 +59,7 @@ def ask(application: Any, method: str, path: str) -> tuple[int, dict[bytes, byte
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", "server": ("s", 1)}
-    try:
-        asyncio.run(application(scope, receive, send))
-    except ZeroDivisionError:  # Starlette hands it on when it has answered
-        assert sent
+    asyncio.run(application(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"]), b"".join(message.get("body", b"") for message in sent[1:])
 
 
@@ -85,6 +82,36 @@ def test_the_answer_is_that_of_fastapi(application: FastAPI, method: str, path: 
     answer = ask(application, method, path)
     assert answer[0] == status
     assert answer == ask(plain, method, path)
+
+
+def test_an_error_after_the_start_of_a_response_closes_the_connection(application: FastAPI) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    application.mount("/stream", broken)
+    with pytest.raises(ZeroDivisionError):
+        ask(application, "GET", "/stream/")
+
+
+def test_added_middleware_and_error_handlers_are_called(application: FastAPI) -> None:
+    seen = []
+
+    class Seeing:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["path"])
+            await self.app(scope, receive, send)
+
+    async def handled(request: Request, error: Exception) -> Response:
+        return Response(type(error).__name__, 418)
+
+    application.add_middleware(Seeing)
+    application.add_exception_handler(ArithmeticError, handled)
+    assert ask(application, "POST", "/broken")[::2] == (418, b"ZeroDivisionError")
+    assert seen == ["/broken"]
 
 
 def test_no_dependency_is_solved_for_the_request_alone(application: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:

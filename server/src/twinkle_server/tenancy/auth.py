@@ -1,5 +1,6 @@
 """Authentication of requests before their bodies are read, and audit entries of their changes."""
 
+import functools
 import ipaddress
 import time
 from collections.abc import Mapping
@@ -137,6 +138,7 @@ def check_local(scope: Mapping[str, Any]) -> None:
         raise Forbidden("without keys, the service rejects cross-site requests")
 
 
+@functools.lru_cache(maxsize=64)  # clients use few hosts; parsing one costs as much as routing a request
 def is_loopback(host: str) -> bool:
     """Return whether an address or host name is a loopback address."""
     try:
