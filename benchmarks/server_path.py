@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from twinkle.engine import Operation, OperationResult, Step
 from twinkle_server.engine.losses.building import read_request, read_rows
-from twinkle_server.engine.losses.catalog import Losses, takes
+from twinkle_server.engine.losses.catalog import Losses, accepted_inputs
 from twinkle_server.wire import codec
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
 
@@ -128,7 +128,7 @@ class Here:
     def read(self) -> Operation:
         """Read the request as the engine does."""
         request = read_request(self.body)
-        rows = read_rows(request, 1 << 20, 1 << 20, takes(self.spec))
+        rows = read_rows(request, 1 << 20, 1 << 20, accepted_inputs(self.spec))
         loss = self.losses.build(self.spec, codec.loss_config(request), rows)
         features: Any = rows.features
         return Operation(self.ref, "forward_backward", features, loss, rows.inputs, number=1)

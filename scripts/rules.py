@@ -44,6 +44,8 @@ FOLDERS = (
     ".ci",
     *(str(m.folder.relative_to(ROOT)) for m in MEMBERS),
 )
+SCRIPTS = ("benchmarks", "scripts", "examples")
+ELSEWHERE = {"_kit_worker.py", "_kit_pool_worker.py"}  # run with another library that is called twinkle as well
 MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
 DANGEROUS = {
     "plugins/cli/src/twinkle_cli/configuration.py": ["yaml.load"],  # with a safe loader of its own
@@ -225,6 +227,28 @@ def contract_checks_are_explained() -> Iterator[str]:
         case = importlib.import_module(f"twinkle_testing.contracts.{kind}").CASE
         if case.kind != kind or {*about(kind), "kwargs", "skip"} != {*example_keys(case)}:
             yield f"{kind}: the example's keys and their explanations differ"
+
+
+@rule
+def scripts_import_what_exists() -> Iterator[str]:
+    """Every name that a benchmark, a script or an example imports from our packages is there."""
+    own = {member.source.name for member in MEMBERS}
+    for path in sorted(path for folder in SCRIPTS for path in (ROOT / folder).rglob("*.py")):
+        if path.name in ELSEWHERE:
+            continue
+        nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+        for node in nodes:
+            if (node.module or "").partition(".")[0] in own and not node.level:
+                for name in node.names:
+                    if not _is_importable(str(node.module), name.name):
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name.name}"
+
+
+def _is_importable(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    except ImportError:
+        return False
 
 
 @rule

@@ -122,3 +122,15 @@ def test_what_is_like_a_danger_and_is_none_is_not_found() -> None:
         "from . import pickle",
     ]
     assert [source for source in good if dangers(source)] == []
+
+
+def test_an_import_of_a_name_that_is_gone_is_found(rules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "speed.py").write_text(
+        "from twinkle.errors import DataError\nfrom twinkle.errors import Gone2\nfrom twinkle.nowhere import x\n"
+    )
+    monkeypatch.setattr(rules, "ROOT", tmp_path)
+    assert list(rules.scripts_import_what_exists()) == [
+        "benchmarks/speed.py:2: twinkle.errors has no Gone2",
+        "benchmarks/speed.py:3: twinkle.nowhere has no x",
+    ]
