@@ -127,7 +127,7 @@ def test_the_weight_of_a_message_multiplies() -> None:
 def test_key_rounds_chooses_among_the_weighted_turns() -> None:
     row = talk("a", "b", "c", "d", user_data=[("key_rounds", "[3]")])
     assert weighed(template(fixed(1, 1, 1, 2)), row) == [(f"d{END}", 2.0)]
-    with pytest.raises(EncodeError, match="key_rounds names 2, which is a user message"):
+    with pytest.raises(EncodeError, match="key_rounds has 2, which is a user message"):
         template(fixed(1, 1, 1, 2)).encode(row | {"user_data": [("key_rounds", "[2]")]})
 
 
@@ -146,7 +146,7 @@ def test_a_user_who_asks_to_be_trained_must_get_a_weight() -> None:
     row = talk("a", "b")
     row["messages"][0]["weight"] = 1
     assert weighed(template(fixed(1, 0)), row) == [(f"a{END}", 1.0)]
-    with pytest.raises(EncodeError, match=r"message 0 \(user\) asks to be trained .* gives it none"):
+    with pytest.raises(EncodeError, match=r"message 0 \(user\) requests training .* gives it weight 0"):
         template(fixed(0, 1)).encode(row)
 
 

@@ -83,7 +83,7 @@ def test_several_problems_are_told_apart_with_their_lines(make_plugin: Make) -> 
 )
 def test_a_plugin_for_a_newer_or_an_older_core(core: str, update: str, make_plugin: Make) -> None:
     make_plugin("acme_bad", LOSS, core=core, parts=WHOLE)
-    way = f"needs twinkle-core {core}, installed is 0.1.0; run: pip install -U 'acme_bad' or pip install {update}"
+    way = f"needs twinkle-core {core}, but 0.1.0 is installed; run: pip install -U 'acme_bad' or pip install {update}"
     assert way in told("list")
     assert f"incompatible plugin: acme_bad: plugin acme_bad 1.0 {way}" in told("doctor")
     assert way in used(PluginIncompatible)
@@ -261,7 +261,7 @@ def test_what_was_edited_since_it_was_locked_is_no_longer_ok(frozen: Path, make_
     (folder / "parts.py").write_text(WHOLE + "# edited\n")
     for args in (("info", "AcmeLoss"), ("info", "acme_bad"), ("list",), ("doctor",)):
         text = frozen_told("plugins", *args)
-        assert "it is not as it was locked ('acme_bad/parts.py' changed)" in text, args
+        assert "its files differ from the lock ('acme_bad/parts.py' changed)" in text, args
     (plain,) = json.loads(frozen_told("plugins", "info", "acme_bad", "--json"))
     assert plain["status"] == "disabled"
 

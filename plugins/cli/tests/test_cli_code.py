@@ -121,7 +121,7 @@ def test_what_still_leads_to_trusted_code_is_told_when_it_is_removed(repository:
     for reference in (repository, f"file://{link}"):
         assert call("plugins", "add", reference, "--yes").exit_code == 0
     told = call("plugins", "remove", f"file://{link}").stdout
-    assert f"file://{link} still leads to {repository}@" in told
+    assert f"file://{link} still resolves to {repository}@" in told
     assert f"remove that too: twinkle plugins remove {repository}\n" in told
 
 

@@ -116,7 +116,7 @@ def _open_hub(scheme: str) -> Any:
     from twinkle._registry import registry
     from twinkle_registry.resolving import open_hub
 
-    return open_hub(scheme, registry(), asked=f"{scheme}://")
+    return open_hub(scheme, registry(), context=f"{scheme}://")
 
 
 def _is_confirmed(proposal: "Proposal") -> bool:

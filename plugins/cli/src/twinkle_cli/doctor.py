@@ -173,7 +173,7 @@ def _lock(registry: Registry) -> Iterator[Problem]:
 
         if _policy():
             return  # told already, and nothing can be checked against it
-        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, context=f"{scheme}://"))
     except NotTrusted:
         return  # the registry has already reported that this lock is ignored
     except SettingsError as error:
