@@ -336,7 +336,7 @@ def test_trajectories_do_not_share_an_environment() -> None:
 def test_an_episode_that_is_over_is_not_begun_again_by_a_rollout() -> None:
     manager, script = ToolManager(EnvTool.from_env(CountdownEnv(3))), Script(a=take(3))
     assert played_with([manager], script)[0]["turn_rewards"] == [1.0]
-    with pytest.raises(ArgumentError, match=r"the episode of trajectory 0 is over; begin another by reset\(\)"):
+    with pytest.raises(ArgumentError, match=r"the episode of trajectory 0 has ended; call reset\(\)"):
         played_with([manager], script)
     manager.episodes[0].reset()
     assert played_with([manager], script)[0]["turn_rewards"] == [1.0]

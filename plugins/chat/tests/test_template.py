@@ -190,7 +190,9 @@ def test_rows_that_fit_are_left_whole() -> None:
 
 
 def test_a_row_too_long_is_an_error_with_both_lengths() -> None:
-    with pytest.raises(EncodeError, match=rf"{SIZE} tokens and max_length is {SIZE - 1}.*data.truncation in a recipe.*'right'"):
+    with pytest.raises(
+        EncodeError, match=rf"{SIZE} tokens and max_length is {SIZE - 1}.*data.truncation in a recipe.*'right'"
+    ):
         template(max_length=SIZE - 1).encode(ROW)
 
 

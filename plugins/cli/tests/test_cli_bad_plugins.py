@@ -125,7 +125,7 @@ def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugi
     assert text in used(PluginBroken)
     assert text in told("info", "AcmeLoss")
     assert {row["status"] for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"} == {"ok"}
-    promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest says ref = 'acme_bad.parts:AcmeLoss'"
+    promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest has ref = 'acme_bad.parts:AcmeLoss'"
     assert (promised in told("doctor")) == (source != "def f(:")  # nobody can tell what that would bind
 
 
@@ -159,7 +159,7 @@ def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plug
     lines = told("list").splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("acme_bad "))
     assert lines[place + 1].startswith(
-        "  a part of it needs acme-telescope>=3, acme.telescope>=3, which is not here; see"
+        "  a component requires acme-telescope>=3, acme.telescope>=3, not installed; see"
     )
     assert "lacks" in told("info", "acme_bad")
 

@@ -86,7 +86,7 @@ def test_trust_shows_what_is_asked_for_and_nobody_who_answers_is_no_yes(folder: 
     refused = call("trust", answer="y\n")
     assert refused.exit_code == 2
     assert (
-        f"there is no terminal to ask on; read what is shown above, then run: twinkle plugins trust {folder} --yes"
+        f"there is no terminal to ask on; review the text above, then run: twinkle plugins trust {folder} --yes"
         in (refused.stderr)
     )
     assert "    [trust] allow = ['hf://mallory/*']\n" in refused.stdout

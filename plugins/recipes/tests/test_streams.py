@@ -104,7 +104,7 @@ def test_a_bad_row_is_named_as_in_its_file(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text("\n\n".join(json.dumps(row) for row in rows))
     data = {"id": str(file), "type": "Dataset", "slice": "1::2"}
-    with pytest.raises(EncodeError, match=r"bad.jsonl, row 5 \(line 11\): the row has no 'messages' .its keys: mesages."):
+    with pytest.raises(EncodeError, match=r"bad.jsonl, row 5 \(line 11\): .* has no 'messages' .its keys: mesages."):
         train(configured(place, data))
 
 

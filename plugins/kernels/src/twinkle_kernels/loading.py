@@ -104,7 +104,7 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
         )
     if policy.signers(origin):
         raise NotTrusted(
-            f"{context}: the policy wants code from {origin.place} to be signed, and signatures of kernel repositories "
+            f"{context}: the policy requires signed code from {origin.place}, but signatures of kernel repositories "
             "are not checked; use an installed kernel"
         )
     return commit

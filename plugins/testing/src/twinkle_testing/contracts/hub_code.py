@@ -49,8 +49,8 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
     found = _own_components(importlib.import_module(record.package))
     if not found:
         raise ComponentNotFound(
-            f"{text!r} has no {MANIFEST_NAME}, nor in its __init__.py a class that says by a base class what it is; "
-            f"name what you want, and its kind: '{reference}#Name' --kind loss"
+            f"{text!r} has no {MANIFEST_NAME}, nor a class with a base class of a contract in its __init__.py; "
+            f"name the component and its kind: '{reference}#Name' --kind loss"
         )
     return [(f"{reference}#{name}", of) for name, of in found]
 
