@@ -436,7 +436,7 @@ def test_what_is_given_to_a_call_is_checked() -> None:
         rollout(ask("a"))
     rows = ask("a", "a")
     rows[1]["messages"].append({"role": "assistant", "content": "hi"})
-    with pytest.raises(EncodeError, match=r"row 1: .*nothing to generate"):
+    with pytest.raises(EncodeError, match=r"row 1: .*already an assistant message"):
         MultiTurnRollout(Script(a=["ok"]), TEMPLATE)(rows)
     splits = Template(tokenizer=tiny_tokenizer(), truncation_strategy="split")
     with pytest.raises(ArgumentError, match="truncation_strategy"):

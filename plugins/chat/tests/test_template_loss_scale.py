@@ -138,7 +138,9 @@ def test_a_weight_between_needs_a_scale() -> None:
         template(None).encode(row)
     for wrong in (-1, True, "1", float("nan"), float("inf")):
         row["messages"][1]["weight"] = wrong
-        with pytest.raises(EncodeError, match=r"message 1 .* has weight .*; with a loss scale it is a finite number"):
+        with pytest.raises(
+            EncodeError, match=r"message 1 .* has weight .*; with a loss scale it must be a finite number"
+        ):
             template(fixed(0, 1)).encode(row)
 
 
@@ -171,7 +173,7 @@ def test_pieces_of_a_turn_have_weights_of_their_own(pieces: Any, found: Any, cha
 
 
 def test_pieces_that_stand_nowhere_are_an_error() -> None:
-    with pytest.raises(EncodeError, match="message 1: none of the pieces that the loss scale weights stands in what"):
+    with pytest.raises(EncodeError, match="message 1: none of the pieces of the loss scale occurs in"):
         template(fixed(0, [("x", 1)])).encode(talk("a", "b"))
 
 
@@ -295,14 +297,14 @@ def test_a_scale_sees_the_rows_own_messages_and_cannot_change_them() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((0, 1, 1), "returned 3 weights for 2 messages; return one each"),
+        ((0, 1, 1), "returned 3 weights for 2 messages; return one weight per message"),
         ((0, -1), "returned -1 for message 1; a weight is a finite number from 0, or pieces"),
         ((0, float("nan")), "returned nan for message 1"),
         ((0, "1"), "returned '1' for message 1"),
         ((0, None), "returned None for message 1"),
         ((0, True), "returned True for message 1"),
         ((0, [("b", -1)]), "returned -1 for message 1"),
-        ((0, ["b"]), r"returned 'b' for a piece of message 1; give \(text, weight\)"),
+        ((0, ["b"]), r"returned 'b' for a piece of message 1; a piece must be \(text, weight\)"),
     ],
 )
 def test_what_is_no_weight_is_named_and_no_rows_fault(weights: Any, message: str) -> None:
@@ -324,7 +326,7 @@ def test_scales_that_are_none_are_refused_at_once() -> None:
         template(dict)
     with pytest.raises(ComponentTypeError, match=r"returned a dict for 2 messages"):
         template(lambda messages: {}).encode(talk("a", "b"))
-    with pytest.raises(ArgumentError, match="loss_scale weights turns, and use_chat_template=False knows none"):
+    with pytest.raises(ArgumentError, match="loss_scale cannot be combined with use_chat_template=False"):
         template(Last, use_chat_template=False)
 
 

@@ -118,7 +118,7 @@ def test_rows_that_are_no_pairs_are_refused(values: dict[str, Any]) -> None:
     Path("chat.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
     )
-    with pytest.raises(DataError, match=r"row 0 \(line 1\): there is no .positive.*PreferenceProcessor does"):
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): there is no .positive.*example PreferenceProcessor"):
         run_recipe("dpo", {**values, "data": {"id": "chat.jsonl", "eval_fraction": 0, "preprocessor": None}})
 
 
@@ -126,7 +126,7 @@ def test_an_answer_of_which_nothing_is_trained_is_refused_before_the_first_step(
     with pytest.raises(DataError, match="rejected"):
         run_recipe("dpo", {**values, "data": rows_file({"prompt": "two?", "chosen": "yes", "rejected": " "})})
     long = rows_file({"prompt": "why? " * 60, "chosen": "so", "rejected": "no"})
-    with pytest.raises(DataError, match=r"row 1 .line 2.: no token of 'positive' is trained.*behind max_length 256"):
+    with pytest.raises(DataError, match=r"row 1 .line 2.: no token of 'positive' is trained.*beyond max_length 256"):
         run_recipe("dpo", {**values, "data": long})
     folder, _ = run_recipe("dpo", {**values, "data": {**long, "truncation": "delete"}, "max_steps": 1})
     assert lines(folder)[0]["step"] == 1

@@ -315,7 +315,7 @@ def test_prompts_without_room_are_found_before_the_first_step(values: dict[str, 
     Path("prompts.jsonl").write_text((json.dumps(row) + "\n") * 3)
     with pytest.raises(EncodeError, match=r"prompts\.jsonl"):
         train(values, data={"eval_fraction": 0})
-    with pytest.raises(DataError, match="the model has no room behind it"):
+    with pytest.raises(DataError, match="which leaves no room for an answer"):
         train(values, data={"eval_fraction": 0, "max_length": 2000})
     assert list(Path("runs").iterdir()) == []
 

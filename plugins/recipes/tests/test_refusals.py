@@ -73,7 +73,7 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
             "embedding",
             {"data": {"type": "LazyDataset"}},
             ConfigError,
-            "encodes groups of texts beforehand",
+            "encodes groups of texts in advance",
         ),
         ("gkd", {"teacher": {"type": "TransformersModl"}, "model": {"id": "nowhere"}}, ComponentNotFound, "Modl"),
     ],
@@ -113,10 +113,10 @@ def test_values_that_mean_nothing(config: Any, values: dict[str, Any], told: str
 @pytest.mark.parametrize("on_policy", [0.5, 1.0])
 def test_a_question_that_the_student_cannot_answer(values: dict[str, Any], on_policy: float) -> None:
     values["gkd"]["data"] = talks("one?", "", "two?")
-    with pytest.raises(EncodeError, match=r"talks\.jsonl, row 1 \(line 2\): there is nothing before the answer"):
+    with pytest.raises(EncodeError, match=r"talks\.jsonl, row 1 \(line 2\): there is no prompt before the answer"):
         run_recipe("gkd", values["gkd"], on_policy=on_policy)
     values["gkd"]["data"] = talks("one?", "a" * 700, "two?" * 20)
-    with pytest.raises(DataError, match="its longest prompt has 719 tokens, and the model has no room behind it"):
+    with pytest.raises(DataError, match="its longest prompt has 719 tokens, which leaves no room for an answer"):
         run_recipe("gkd", values["gkd"], on_policy=on_policy)
     assert list(Path("runs").iterdir()) == []
 

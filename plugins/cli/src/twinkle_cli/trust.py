@@ -158,7 +158,7 @@ def _described(folder: Path, asks: dict[str, list[str]]) -> list[str]:
 
 def _is_confirmed(folder: Path) -> bool:
     return confirmed(
-        "Trust this folder? Code that it names runs with all your permissions",
+        "Trust this folder? Code that it names runs with all your rights",
         action=f"trust {folder}",
         remedy=f"review the text above, then run: twinkle plugins trust {shlex.quote(str(folder))} --yes",
     )

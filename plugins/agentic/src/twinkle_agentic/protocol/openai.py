@@ -150,7 +150,7 @@ class OpenAI(API):
                 break
             time.sleep(pause)
         tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-        raise APIError(f"{self.host}, returned no answer of {self.model!r} after {tries}: {why}", refused)
+        raise APIError(f"{self.host}, model {self.model!r}, gave no answer after {tries}: {why}", refused)
 
     def _parsed(self, response: Any) -> dict[str, Any]:
         try:
