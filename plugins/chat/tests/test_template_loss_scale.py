@@ -134,7 +134,7 @@ def test_key_rounds_chooses_among_the_weighted_turns() -> None:
 def test_a_weight_between_needs_a_scale() -> None:
     row = talk("a", "b")
     row["messages"][1]["weight"] = 0.5
-    with pytest.raises(EncodeError, match=r"weight 0.5; it is 0 .* or 1 .*; other weights need a loss scale"):
+    with pytest.raises(EncodeError, match=r"weight 0.5; it must be 0 .* or 1 .*; other weights need a loss scale"):
         template(None).encode(row)
     for wrong in (-1, True, "1", float("nan"), float("inf")):
         row["messages"][1]["weight"] = wrong
@@ -298,7 +298,7 @@ def test_a_scale_sees_the_rows_own_messages_and_cannot_change_them() -> None:
     ("weights", "message"),
     [
         ((0, 1, 1), "returned 3 weights for 2 messages; return one weight per message"),
-        ((0, -1), "returned -1 for message 1; a weight is a finite number from 0, or pieces"),
+        ((0, -1), "returned -1 for message 1; a weight must be a finite number >= 0 or pieces"),
         ((0, float("nan")), "returned nan for message 1"),
         ((0, "1"), "returned '1' for message 1"),
         ((0, None), "returned None for message 1"),

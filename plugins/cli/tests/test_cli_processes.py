@@ -111,7 +111,7 @@ def test_a_mesh_of_other_processes_says_how_many_to_start(monkeypatch: pytest.Mo
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     check_mesh(None, 3)
     check_mesh(DeviceMesh.from_sizes(fsdp_size=2), 2)
-    for processes, size, told in ((1, 2, "use --nproc 2"), (2, 3, "use --nproc 3"), (2, 1, "give no --nproc")):
+    for processes, size, told in ((1, 2, "use --nproc 2"), (2, 3, "use --nproc 3"), (2, 1, "use no --nproc")):
         with pytest.raises(ConfigError, match=told):
             check_mesh(DeviceMesh.from_sizes(fsdp_size=size), processes)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -114,9 +114,7 @@ def test_a_folder_in_a_trusted_one_is_not_called_untrusted(folder: Path, call: C
     call("trust", "--yes")
     said = call("untrust", "inner")
     assert said.exit_code == 2
-    assert (
-        f"{folder}/inner is not trusted itself, but a folder around it, or one that a variable names, is" in said.stderr
-    )
+    assert f"{folder}/inner is not trusted itself, but a parent folder or one named by a variable is" in said.stderr
 
 
 def test_a_damaged_file_cannot_be_trusted(folder: Path, call: Call) -> None:

@@ -84,7 +84,7 @@ def test_of_all_parameters_a_frozen_copy_is_the_reference(values: dict[str, Any]
 def test_another_loss_is_a_change_of_the_configuration(values: dict[str, Any], loss: str) -> None:
     folder, _ = run_recipe("dpo", values, max_steps=2, loss={"name": loss})
     assert lines(folder)[1]["loss"] < lines(folder)[0]["loss"]
-    with pytest.raises(ConfigError, match=rf"reference.cache is given, but the loss {loss} takes no reference"):
+    with pytest.raises(ConfigError, match=rf"reference.cache is set, but the loss {loss} takes no reference"):
         run_recipe("dpo", values, loss={"name": loss}, reference={"cache": True})
 
 

@@ -321,5 +321,5 @@ def test_prompts_without_room_are_found_before_the_first_step(values: dict[str, 
 
 
 def test_a_stream_has_no_rows_to_go_back_to(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="the recipe grpo needs rows with numbers"):
+    with pytest.raises(ConfigError, match="the recipe grpo needs indexed rows"):
         train(values, data={"type": "IterableDataset"})

@@ -61,14 +61,24 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recipe", "changes", "error", "told"),
     [
-        ("grpo", {"loss": {"name": "CrossEntropyLoss"}}, ArgumentError, "gives its loss old_logps, advantages, but"),
+        (
+            "grpo",
+            {"loss": {"name": "CrossEntropyLoss"}},
+            ArgumentError,
+            "passes old_logps, advantages to its loss, but",
+        ),
         ("grpo", {"advantage": {"name": "GAEAdvantage"}}, ArgumentError, "scale is 'group'; it is 'batch' or 'none'"),
-        ("grpo", {"data": {"type": "PackingDataset"}}, ConfigError, "PackingDataset puts several rows into one"),
-        ("dpo", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe dpo needs each by itself"),
+        ("grpo", {"data": {"type": "PackingDataset"}}, ConfigError, "PackingDataset packs several rows into one"),
+        ("dpo", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe dpo needs separate rows"),
         ("dpo", {"loss": {"name": "CrossEntropyLoss"}}, ConfigError, "CrossEntropyLoss does not compare pairs"),
-        ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs each by itself"),
-        ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "gives its loss teacher_logits, but 'DPOLoss'"),
-        ("gkd", {"teacher": {"topk": 300}}, ConfigError, "teacher.topk 300 is more than the 264 tokens"),
+        ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs separate rows"),
+        ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "passes teacher_logits to its loss, but 'DPOLoss'"),
+        (
+            "gkd",
+            {"teacher": {"topk": 300}},
+            ConfigError,
+            "teacher.topk must be at most the vocabulary size, 264, got 300",
+        ),
         (
             "embedding",
             {"data": {"type": "LazyDataset"}},

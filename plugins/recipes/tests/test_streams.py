@@ -94,7 +94,7 @@ def test_what_a_stream_cannot_do_is_told_at_once(place: Path) -> None:
 
 
 def test_a_buffer_is_for_streams_alone(place: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.type Dataset is not a stream; leave it out"):
+    with pytest.raises(ConfigError, match=r"data.type Dataset is not a stream; omit it"):
         check_stream(configured(place, {"type": "Dataset", "shuffle_buffer": 7}))
 
 
