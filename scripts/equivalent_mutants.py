@@ -62,7 +62,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "Cancellation.cancel",
-        "self._dispatcher.kick(queue)",
+        "self._dispatcher.send_ready(queue)",
         "statement deleted",
         "what is cancelled makes nothing else ready, and whoever waits for room is woken by the window",
     ),

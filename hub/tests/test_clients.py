@@ -160,13 +160,13 @@ for id in ("hf://{name}", "ms://{name}"):
 """
     lines = run(script).stderr.splitlines()
     assert [line.partition("INFO ")[2] for line in lines] == [
-        f"twinkle: fetching hf://{name}",
-        f"twinkle: fetching ms://{name}",
+        f"twinkle: downloading hf://{name}",
+        f"twinkle: downloading ms://{name}",
     ]
     hub.add(name + "-t", FILES)
     shown = on_a_terminal(script.replace(name, name + "-t"), hub.environment(tmp_path / "terminal"))
     assert shown.count("100%|") >= 2
-    assert "fetching" not in shown
+    assert "downloading" not in shown
     assert "INFO" not in shown
 
 

@@ -178,7 +178,7 @@ def add() -> Callable[..., Proposal | None]:
     """Return a function that trusts a reference, as somebody would who says yes to everything."""
 
     def trust(registry: Registry, asked: str, decide: Callable[[Proposal], bool] = lambda _: True) -> Proposal | None:
-        return LockEditor(registry, lambda scheme: open_hub(scheme, registry, asked=asked), decide).add(asked)
+        return LockEditor(registry, lambda scheme: open_hub(scheme, registry, context=asked), decide).add(asked)
 
     return trust
 
@@ -232,7 +232,7 @@ def house(site: Site, hookspecs: types.ModuleType) -> Callable[..., Registry]:
         registry = twinkle_registry.Registry(
             hookspecs, **{"kinds": KINDS, "core_version": core_version, "settings": settings, **more}
         )
-        registry.load_installed(also=locked_plugins())
+        registry.load_installed(extra=locked_plugins())
         return registry
 
     return load

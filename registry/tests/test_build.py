@@ -40,8 +40,8 @@ def test_parameters_may_be_called_like_those_of_build(registry: Registry) -> Non
     [
         ((), {"epsilom": 1}, "unknown argument 'epsilom', nearest: 'epsilon'"),
         ((), {"zzz": 1, "bata": 2}, "unknown argument 'zzz'; unknown argument 'bata', nearest: 'beta'"),
-        ((1, 2), {}, "2 positional arguments given, at most 1 taken"),
-        ((1,), {"epsilon": 1}, "given twice: 'epsilon'"),
+        ((1, 2), {}, "at most 1 positional arguments are accepted, got 2"),
+        ((1,), {"epsilon": 1}, "both positional and keyword: 'epsilon'"),
     ],
 )
 def test_a_wrong_argument_names_component_signature_and_nearest(
@@ -137,7 +137,7 @@ def test_a_partial_call_may_lack_arguments_but_have_no_unknown_one() -> None:
 def test_a_callable_without_a_signature_is_not_checked() -> None:
     assert check(dict.fromkeys, 1, 2, 3, x=1) in (
         "",
-        "unknown argument 'x'; 3 positional arguments given, at most 2 taken",
+        "unknown argument 'x'; at most 2 positional arguments are accepted, got 3",
     )
     assert check(type, 1, 2, 3, 4, x=1) == ""
 

@@ -137,7 +137,7 @@ def test_the_core_version_is_compared_as_pep_440_says(site: Any, core: str, inst
     assert record.status == ("ok" if fits else "incompatible")
     if not fits:
         assert record.reason == (
-            f"plugin acme 1.0 needs twinkle-core {core}, installed is {installed}; "
+            f"plugin acme 1.0 needs twinkle-core {core}, but {installed} is installed; "
             f"run: pip install -U 'acme' or pip install 'twinkle-core{core}'"
         )
 

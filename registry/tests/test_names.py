@@ -144,7 +144,7 @@ def test_a_plugin_for_another_core_raises_what_to_do(site: Any, table: Any, hous
     assert [r.status for r in registry.records] == ["incompatible"]
     with pytest.raises(PluginIncompatible) as error:
         registry.find("L", "loss")
-    assert "plugin acme 1.0 needs twinkle-core >=2, installed is 0.1.0" in str(error.value)
+    assert "plugin acme 1.0 needs twinkle-core >=2, but 0.1.0 is installed" in str(error.value)
     assert "run: pip install -U 'acme'" in str(error.value)
     assert house(core_version="2.1").records[0].status == "broken"
 

@@ -33,11 +33,11 @@ def freeze(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def editor(registry: Registry, says: bool = True) -> LockEditor:
-    return LockEditor(registry, lambda scheme: open_hub(scheme, registry, asked=scheme), lambda _: says)
+    return LockEditor(registry, lambda scheme: open_hub(scheme, registry, context=scheme), lambda _: says)
 
 
 def problems(registry: Registry, **options: bool) -> dict[str, str]:
-    found = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=scheme), **options)
+    found = verify(registry.records, lambda scheme: open_hub(scheme, registry, context=scheme), **options)
     return {entry.name: entry.problem for entry in found}
 
 
@@ -90,7 +90,7 @@ def test_a_plugin_that_was_changed_since_is_refused_before_it_is_imported(
         (acme / "planted.py").write_text("")
     else:
         (acme / "hooks.py").unlink()
-    assert problems(house())["acme"].startswith("not as it was locked: 'acme/")
+    assert problems(house())["acme"].startswith("files differ from the lock: 'acme/")
     freeze()
     for text in ("PlainLoss", "acme.loss:PlainLoss"):
         with pytest.raises(NotTrusted):
@@ -107,9 +107,11 @@ def test_another_version_is_refused_with_the_command_to_install_the_locked_one(
     editor(house()).renew()
     (site.folder / "acme-1.0.dist-info").rename(site.folder / "acme-2.0.dist-info")
     site.metadata("acme", "2.0", "acme")
-    assert problems(house())["acme"].startswith("2.0 is installed; run: pip install 'acme==1.0'")
+    assert problems(house())["acme"].startswith("version 2.0 is installed; run: pip install 'acme==1.0'")
     freeze()
-    with pytest.raises(NotTrusted, match=r"has acme 1\.0, installed is 2\.0; run: pip install 'acme==1\.0'"):
+    with pytest.raises(
+        NotTrusted, match=r"has acme 1\.0, but version 2\.0 is installed; run: pip install 'acme==1\.0'"
+    ):
         house().resolve("PlainLoss", "loss")
 
 
@@ -117,7 +119,9 @@ def test_what_was_edited_after_installation_is_not_even_locked(acme: Path, site:
     write_record(site, acme)
     (acme / "loss.py").write_text("raise SystemExit('edited')")
     (proposal,) = editor(house()).renew()
-    assert proposal.problem.startswith("acme is not as it was installed (acme/loss.py); run: pip install --force")
+    assert proposal.problem.startswith(
+        "acme was changed after its installation (acme/loss.py); run: pip install --force"
+    )
     assert not Path("twinkle.lock").exists()
 
 
@@ -211,10 +215,10 @@ def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: Ho
     assert set(problems(house(), fetch=True).values()) == {""}
     assert source.read_text() == FOCAL
     moved = hub.push("acme/focal", {"__init__.py": FOCAL + "# new"})
-    assert problems(house(), online=True)["hf://acme/focal"].startswith(f"it is at {moved} now, {commit} is locked")
+    assert problems(house(), online=True)["hf://acme/focal"].startswith(f"it is at {moved} now, but {commit} is locked")
     hub.push("evil/focal", {"__init__.py": FOCAL})
     hub.moved["acme/focal"] = "evil/focal"
-    assert problems(house(), online=True)["hf://acme/focal"].startswith("it leads to hf://evil/focal now")
+    assert problems(house(), online=True)["hf://acme/focal"].startswith("it resolves to hf://evil/focal now")
     hub.offline = True
     assert "there is no network" in problems(house(), online=True)["hf://acme/focal"]
 
@@ -222,7 +226,7 @@ def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: Ho
 def test_verify_names_what_is_not_locked_or_not_installed(acme: Path, site: Any, house: House, table: Any) -> None:
     editor(house()).renew()
     site.plugin("other")
-    assert problems(house())["other"] == "installed and not locked; run: twinkle plugins lock"
+    assert problems(house())["other"] == "installed, but not locked; run: twinkle plugins lock"
     for path in (site.folder / "acme-1.0.dist-info").iterdir():
         path.unlink()
     (site.folder / "acme-1.0.dist-info").rmdir()

@@ -47,7 +47,7 @@ def test_the_listing_is_what_sha256sum_reads(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("X = 1")
     from twinkle_registry.trust.store import hash_folder
 
-    files = hash_folder(tmp_path, asked="test")
+    files = hash_folder(tmp_path, context="test")
     assert parse_listing(listing_text(files)) == files
     (tmp_path / "files.sha256").write_text(listing_text(files))
     subprocess.run(["sha256sum", "--check", "--strict", "files.sha256"], cwd=tmp_path, check=True, capture_output=True)
@@ -66,7 +66,7 @@ GOOD = to_toml(Lock(Path("twinkle.lock"), (REPOSITORY,), (), (LockedFile("a.py",
         ("[[hub]]", "[[hubb]]", "unknown key 'hubb', nearest: 'hub'"),
         ("reference =", "referense =", "hub None has the unknown key 'referense', nearest: 'reference'"),
         ('"hf://acme/focal"', '"acme/focal"', "is not a reference to a Hub"),
-        ('commit = "3f', 'commit = "../', "which is not a commit"),
+        ('commit = "3f', 'commit = "../', "an invalid commit"),
         ('digest = "', 'digest = "0', "the digest of hub 'hf://acme/focal' does not match its files"),
         ('"__init__.py" = "ab', '"__init__.py" = "ac', "does not match its files"),
         ('"__init__.py"', '"../../__init__.py"', r"the path '../../__init__.py' is refused"),
@@ -100,7 +100,7 @@ def test_which_entry_answers_for_a_reference() -> None:
     plain, tagged = REPOSITORY, replace(REPOSITORY, reference="hf://acme/focal@v1", commit=commit)
 
     def found(lock: Lock, text: str) -> LockedRepository | None:
-        return lock.find(HubReference.parse(text, asked="test"))
+        return lock.find(HubReference.parse(text, context="test"))
 
     both = Lock(Path("x"), (plain, tagged))
     assert found(both, "hf://acme/focal") is plain

@@ -246,7 +246,7 @@ def test_what_was_removed_and_still_leads_to_something_trusted_is_told(hub: Any,
     (told,) = still_trusted(remove("hf://acme/focal"), lambda scheme: hub)
     assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
     assert told == (
-        f"hf://acme/focal still leads to hf://mallory/focal@{commit}, which is trusted; "
+        f"hf://acme/focal still resolves to hf://mallory/focal@{commit}, which is trusted; "
         "remove that too: twinkle plugins remove hf://mallory/focal"
     )
     assert still_trusted(remove("hf://mallory/focal"), lambda scheme: hub) == []

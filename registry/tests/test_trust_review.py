@@ -12,7 +12,7 @@ def tree(folder: Path, files: dict[str, str | bytes]) -> Tree:
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
-    return Tree(folder, hash_folder(folder, asked="test"))
+    return Tree(folder, hash_folder(folder, context="test"))
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_list_that_was_not_signed_as_it_must_be_is_an_error_and_never_obeyed(
     ):
         Path("revoked.json").write_bytes(content)
         registry = house()
-        with pytest.raises(NotTrusted, match=r"cannot tell whether code from a Hub is revoked: .*revoked\.json"):
+        with pytest.raises(NotTrusted, match=r"cannot determine whether code from a Hub is revoked: .*revoked\.json"):
             registry.resolve("hf://acme/focal", "loss")
         dropped, (problem,) = registry.drop_forbidden(0.0)
         assert (dropped, "revoked.json" in problem) == ([], True)
@@ -168,13 +168,13 @@ def test_an_older_list_never_takes_the_place_of_a_newer_one(
     Path("revoked.json").write_bytes(older)
     with (
         pytest.warns(
-            UserWarning, match=r"holds list number 1, which is older than number 2; the newer one stays in effect"
+            UserWarning, match=r"has list number 1, which is older than number 2; the newer one stays in effect"
         ),
         pytest.raises(NotTrusted, match="bad"),
     ):
         house().resolve("hf://acme/focal", "loss")
     publish(sequence=2)
-    with pytest.raises(NotTrusted, match="holds another list number 2 than the one that is known"):
+    with pytest.raises(NotTrusted, match="has a different list number 2 than the recorded one"):
         house().resolve("hf://acme/focal", "loss")
 
 

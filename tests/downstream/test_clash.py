@@ -43,6 +43,9 @@ def test_the_doctor_names_the_other_owner_and_the_way_out(crowded: Environment) 
     done = crowded.run("twinkle", "plugins", "doctor", check=False)
     assert done.returncode == 1
     assert "second owner of twinkle/: other-kit 0.5 installs files into the package 'twinkle'" in done.stdout
-    assert "second command twinkle: other-kit 0.5 installs a command 'twinkle', which is twinkle-cli's" in done.stdout
+    assert (
+        "second command twinkle: other-kit 0.5 installs a command 'twinkle', which belongs to twinkle-cli"
+        in done.stdout
+    )
     assert "-> pip uninstall other-kit, then pip install --force-reinstall --no-deps twinkle-core" in done.stdout
     assert "2 problems found" in done.stdout

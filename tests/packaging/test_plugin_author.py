@@ -160,7 +160,7 @@ def test_python_says_why_a_name_is_no_use(use: str, error: str, text: str, stran
 
 @pytest.mark.parametrize(("name", "text"), [("BrokenLoss", BROKEN), ("NeedyLoss", NEEDY)])
 def test_the_command_describes_what_it_cannot_import(name: str, text: str, strangers: Environment) -> None:
-    assert f"not known: {text}" in strangers.run("twinkle", "plugins", "info", name).stdout
+    assert f"unknown: {text}" in strangers.run("twinkle", "plugins", "info", name).stdout
 
 
 def test_the_command_names_the_nearest_of_an_unknown_name(strangers: Environment) -> None:

@@ -1,4 +1,4 @@
-"""How a download shows itself (bars on a terminal, lines in a file), and what is known of one that was cut off."""
+"""Progress of downloads (bars on a terminal, log lines in a file), and marks of interrupted downloads."""
 
 import functools
 import hashlib
@@ -14,39 +14,39 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 _YES = {"1", "ON", "YES", "TRUE"}
-_SLOW = 2.0  # seconds; what is faster needs no line
+_SLOW = 2.0  # seconds; a faster download is not logged
 
 
 def is_offline() -> bool:
-    """Return whether `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) forbids the network; it counts for every hub."""
+    """Return whether `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) forbids the network; this applies to every hub."""
     return any(os.environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
 def has_bars() -> bool:
-    """Return whether bars may be drawn: on a terminal, and not beside what the main thread draws there."""
+    """Return whether progress bars may be drawn: in the main thread, and on a terminal."""
     return sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
-def shown(what: str, *, new: bool) -> Iterator[None]:
-    """Show a download: the client's bars on a terminal, else a line before it (if it is new) and one after it."""
+def progress(name: str, *, new: bool) -> Iterator[None]:
+    """Show the progress of a download: bars on a terminal; else, if it is `new`, log lines before and after it."""
     from twinkle.logging import get_logger
 
-    begun = time.monotonic()
+    in_progress = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(quiet_modelscope())
         stack.enter_context(_plain_modelscope())
         stack.enter_context(without_bars(*(["huggingface_hub.utils"] if "huggingface_hub" in sys.modules else [])))
         if new and not has_bars():
-            get_logger().info("fetching %s", what)
+            get_logger().info("downloading %s", name)
         yield
-    if new and not has_bars() and (seconds := time.monotonic() - begun) > _SLOW:
-        get_logger().info("fetched %s in %.0f s", what, seconds)
+    if new and not has_bars() and (seconds := time.monotonic() - in_progress) > _SLOW:
+        get_logger().info("downloaded %s in %.0f s", name, seconds)
 
 
 @contextmanager
 def quiet_modelscope() -> Iterator[None]:
-    """Keep ModelScope's log and its printed reports away: what matters of them it raises as well."""
+    """Suppress ModelScope's log and printed reports; errors are raised anyway."""
     logger = logging.getLogger("modelscope_hub")
     level = logger.level
     if "MODELSCOPE_LOG_LEVEL" not in os.environ:
@@ -64,30 +64,30 @@ def quiet_modelscope() -> Iterator[None]:
 
 @contextmanager
 def without_bars(*modules: str) -> Iterator[None]:
-    """Hold back the bars of client libraries where none may be drawn.
+    """Disable the progress bars of client libraries, unless bars may be drawn.
 
     Args:
-        *modules: where a library has the switches `disable_progress_bars` and `enable_progress_bars`.
+        *modules: modules with the functions `disable_progress_bars` and `enable_progress_bars`.
     """
     with ExitStack() as stack:
         for module in modules if not has_bars() else ():
-            _switch_off(module, stack)
+            _disable_bars(module, stack)
         yield
 
 
-def _switch_off(module: str, stack: ExitStack) -> None:
+def _disable_bars(module: str, stack: ExitStack) -> None:
     client = importlib.import_module(module)
     if client.are_progress_bars_disabled():
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a variable of the user's decides for bars, and it says so
+        warnings.simplefilter("ignore")  # it warns if an environment variable overrides the call
         client.disable_progress_bars()
     stack.callback(client.enable_progress_bars)
 
 
 @contextmanager
 def _plain_modelscope() -> Iterator[None]:
-    """Hold back ModelScope's bars where none may be drawn; it has no switch for those of downloads."""
+    """Disable ModelScope's download bars, for which it has no switch, unless bars may be drawn."""
     if "modelscope_hub" not in sys.modules or has_bars():
         yield
         return
@@ -101,21 +101,21 @@ def _plain_modelscope() -> Iterator[None]:
 
 
 class Unfinished:
-    """A note that a download has begun and not ended, so that a half-filled folder is not taken for a whole one."""
+    """Marks a download that has started and not finished, so that a partial folder is not used as a complete one."""
 
     def __init__(self, *key: str) -> None:
-        """Name the download: place, revision, kind and patterns."""
+        """Identify the download by place, revision, type and patterns."""
         from twinkle.paths import cache_dir
 
         name = hashlib.sha256("\0".join(key).encode()).hexdigest()
-        self._note: Path = cache_dir("hub", "unfinished") / name
+        self._mark: Path = cache_dir("hub", "unfinished") / name
 
     def __bool__(self) -> bool:
-        return self._note.exists()
+        return self._mark.exists()
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Keep the note for as long as the block runs, and afterwards if it fails."""
-        self._note.touch()
+    def in_progress(self) -> Iterator[None]:
+        """Set the mark, and clear it after the block unless the block raises."""
+        self._mark.touch()
         yield
-        self._note.unlink(missing_ok=True)
+        self._mark.unlink(missing_ok=True)

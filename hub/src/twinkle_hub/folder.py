@@ -1,4 +1,4 @@
-"""The hub `file://`: a folder of this machine, trusted no more than others; its commit is the digest of its files."""
+"""The hub `file://`: a folder on this machine, trusted like other hubs; its commit is the digest of its files."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ _LEFT_OUT = {".git", ".hg", ".svn", ".cache", "__pycache__"}
 
 
 class FileHub(Hub):
-    """Answers for `file:///path/to/folder`."""
+    """The hub for `file:///path/to/folder`."""
 
     def download_model(self, reference: str) -> Path:
         """Return the folder itself, or the GGUF file."""
@@ -53,7 +53,7 @@ class FileHub(Hub):
         data_files: Any = None,
         data_dir: str | None = None,
     ) -> Any:
-        """Return a `datasets.Dataset` of the folder's files; with `streaming` an iterable one."""
+        """Return a `datasets.Dataset` of the folder's files; or with `streaming` an iterable one."""
         folder = _existing(reference, str(folder_of(reference)))
         options = {"streaming": streaming or None, "data_files": data_files, "data_dir": data_dir}
         return rows.load(folder, reference, subset_name, split, **options)
@@ -61,14 +61,14 @@ class FileHub(Hub):
     def create_repo(
         self, reference: str, *, repo_type: Any = "model", private: bool = True, token: str | None = None
     ) -> str:
-        """Make the folder unless it is there; it is as private as the folder around it."""
+        """Create the folder if it does not exist; it inherits the permissions of its parent folder."""
         checked_type(repo_type)
         _refuse(reference, token=token)
         folder = folder_of(reference)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise HubError(f"cannot make {reference}: {error.strerror or error}") from error
+            raise HubError(f"cannot create {reference}: {error.strerror or error}") from error
         return f"file://{folder}"
 
     def push(
@@ -85,7 +85,7 @@ class FileHub(Hub):
         ignore_patterns: Sequence[str] = (),
         token: str | None = None,
     ) -> str:
-        """Copy a folder's files into the folder, which has no history: `message` and `description` are not kept."""
+        """Copy the files of a folder; the target has no history, so `message` and `description` are not stored."""
         _refuse(reference, revision=revision)
         address = self.create_repo(reference, repo_type=repo_type, private=private, token=token)
         if path_in_repo:
@@ -106,23 +106,23 @@ class FileHub(Hub):
         return address
 
     def commit_of(self, repo: str, revision: str | None = None, *, token: str | None = None) -> tuple[str, str]:
-        """Return the folder's real path and the SHA-256 over its files: an edit is another commit.
+        """Return the folder's resolved path and the SHA-256 over its files; every edit changes it.
 
         Raises:
-            HubError: there is no such folder, it is not that commit, or it holds links or too much.
+            HubError: there is no such folder, it is not at that commit, it contains links, or it is too large.
         """
         _refuse(f"file://{repo}", token=token)
         folder = _existing(f"file://{repo}", repo).resolve()
         digest = _digest(folder, f"file://{repo}")
         if revision not in (None, "", digest):
             raise HubError(
-                f"file://{repo}@{revision}: the folder holds {digest} now, and it has no history; "
-                "leave the revision out, or give this one"
+                f"file://{repo}@{revision}: the folder is at {digest} now, and it has no history; "
+                "omit the revision, or use this one"
             )
         return str(folder), digest
 
     def download_code(self, repo: str, commit: str, target: Path, *, token: str | None = None) -> None:
-        """Copy the folder's files, and make sure that they are those of the commit; see `Hub.download_code`."""
+        """Copy the folder's files after checking that they are those of the commit; see `Hub.download_code`."""
         _refuse(f"file://{repo}", token=token)
         folder, place = _existing(f"file://{repo}", repo), f"file://{repo}"
         paths = code.checked(place, _sized(folder, place))
@@ -130,14 +130,14 @@ class FileHub(Hub):
         if _digest(target, place) != commit:
             shutil.rmtree(target)
             target.mkdir()
-            raise HubError(f"{place}: its files are not those of {commit} any more; ask for its commit again")
+            raise HubError(f"{place}: its files have changed since commit {commit}; get its commit again")
 
 
 def _refuse(reference: str, **given: Any) -> None:
     from twinkle.errors import ArgumentError
 
     if used := [name for name, value in given.items() if value]:
-        raise ArgumentError(f"{reference} is a folder, so nothing takes {', '.join(used)}; leave it out")
+        raise ArgumentError(f"{reference} is a folder, which does not support {', '.join(used)}; omit it")
 
 
 def _existing(reference: str, path: str) -> Path:
@@ -148,7 +148,7 @@ def _existing(reference: str, path: str) -> Path:
 
 
 def _files(folder: Path, place: str) -> Iterator[str]:
-    """Yield the paths of the files of a folder, sorted; links, which could lead anywhere, and pipes are refused."""
+    """Yield the paths of the files of a folder, sorted; links and special files are refused."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
         for name in [*folders, *sorted(names)]:
@@ -156,7 +156,8 @@ def _files(folder: Path, place: str) -> Iterator[str]:
             mode = path.lstat().st_mode
             if stat.S_ISLNK(mode):
                 raise HubError(
-                    f"{place}: {path.relative_to(folder)} is a link, which may lead outside; put the file there"
+                    f"{place}: {path.relative_to(folder)} is a link, which may point outside the "
+                    "folder; replace it by a copy of the file"
                 )
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise HubError(
@@ -167,7 +168,7 @@ def _files(folder: Path, place: str) -> Iterator[str]:
 
 
 def _read(path: Path, place: str) -> bytes:
-    """Return the bytes of a file that was a regular one a moment ago."""
+    """Return the bytes of a file; fail if it is no longer a regular file."""
     try:
         return read_regular(path, follow=False)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The published face of all hubs: class methods that find the hub by the prefix of an id."""
+"""`HubOperation`, the published interface to all hubs; the prefix of an id selects the hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from twinkle_hub.uploads import Upload, begin
 class HubOperation:
     """Downloads and uploads by id: `hf://owner/name`, `ms://owner/name`, or without a prefix.
 
-    An id without a prefix belongs to the hub that `TWINKLE_DEFAULT_HUB` names, `ms` unless set.
+    An id without a prefix belongs to the default hub, `TWINKLE_DEFAULT_HUB` (`ms` if unset).
     """
 
     _uploads: ClassVar[dict[str, list[Upload]]] = {}
@@ -30,19 +30,19 @@ class HubOperation:
 
     @classmethod
     def try_login(cls, token: str | None = None) -> bool:
-        """Return whether the default hub knows the token (None: that of the usual place)."""
+        """Return whether the default hub accepts the token (None uses the stored one)."""
         return open_hub(f"{default_hub()}://").log_in(token) is not None
 
     @classmethod
     def create_repo(
         cls, repo_id: str, token: str | None = None, private: bool = True, repo_type: RepoType = "model"
     ) -> str:
-        """Make a repository unless there is one, private unless asked, and return its address."""
+        """Create a repository if it does not exist, and return its address."""
         return cls._hub(repo_id).create_repo(cls._reference(repo_id), repo_type=repo_type, private=private, token=token)
 
     @classmethod
     def create_model_repo(cls, repo_id: str, token: str | None = None, private: bool = True) -> str:
-        """Make a repository for a model; the published name of `create_repo`."""
+        """Create a repository for a model; see `create_repo`."""
         return cls.create_repo(repo_id, token=token, private=private)
 
     @classmethod
@@ -59,7 +59,7 @@ class HubOperation:
         ignore_patterns: str | Sequence[str] | None = None,
         repo_type: RepoType = "model",
     ) -> str:
-        """Write a folder's files into a repository and return its address; see `twinkle.hub.Hub.push`."""
+        """Upload the files of a folder to a repository and return its address; see `twinkle.hub.Hub.push`."""
         folder = Path(folder_path).expanduser()
         if not folder.is_dir():
             raise HubError(f"cannot upload {folder}: there is no such folder; give the folder of a checkpoint")
@@ -78,44 +78,44 @@ class HubOperation:
 
     @classmethod
     def async_push_to_hub(cls, repo_id: str, folder_path: str | Path, *args: Any, **kwargs: Any) -> Upload:
-        """Begin what `push_to_hub` does, with the same arguments, and return at once.
+        """Start `push_to_hub` in the background, with the same arguments, and return immediately.
 
-        The folder is uploaded as it is now. `await` the result, ask `.result()`, or `wait_for` all.
+        The folder is uploaded in its current state. `await` the result, call `.result()`, or `wait_for` all uploads.
         """
         from twinkle_registry import check_keywords
 
-        # What is wrong with the call is told here, not in the background.
+        # Check the arguments here, so that errors are raised by this call and not in the background.
         check_keywords(cls.push_to_hub, kwargs, what="async_push_to_hub", args=(repo_id, folder_path, *args))
         cls._hub(repo_id)
         upload = begin(
             cls._reference(repo_id),
             Path(folder_path).expanduser(),
-            lambda kept: cls.push_to_hub(repo_id, kept, *args, **kwargs),
+            lambda snapshot: cls.push_to_hub(repo_id, snapshot, *args, **kwargs),
         )
         cls._uploads.setdefault(repo_id, []).append(upload)
         return upload
 
     @classmethod
     def wait_for(cls, repo_ids: str | Sequence[str] | None = None) -> dict[str, str]:
-        """Wait for uploads, and return the address by id as it was given.
+        """Wait for uploads, and return the address of each id.
 
         Args:
-            repo_ids: ids that `async_push_to_hub` was called with; None for all that were not waited for yet.
+            repo_ids: ids that `async_push_to_hub` was called with; None waits for all that were not waited for before.
 
         Raises:
-            ArgumentError: nothing was uploaded to one of them.
-            HubError: some failed; all have ended, and the message names those that failed.
+            ArgumentError: no upload to one of the ids was started.
+            HubError: some uploads failed; all have ended, and the message lists the failures.
         """
-        wanted = list(cls._uploads) if repo_ids is None else [repo_ids] if isinstance(repo_ids, str) else list(repo_ids)
-        if unknown := [name for name in wanted if name not in cls._uploads]:
-            there = ", ".join(map(repr, cls._uploads)) or "nothing"
-            raise ArgumentError(f"nothing is being uploaded to {unknown[0]!r}; being uploaded: {there}")
-        uploads = {name: cls._uploads.pop(name) for name in wanted}
-        ended = [upload.exception() for several in uploads.values() for upload in several]
+        ids = list(cls._uploads) if repo_ids is None else [repo_ids] if isinstance(repo_ids, str) else list(repo_ids)
+        if unknown := [name for name in ids if name not in cls._uploads]:
+            active = ", ".join(map(repr, cls._uploads)) or "none"
+            raise ArgumentError(f"no upload to {unknown[0]!r} is in progress; in progress: {active}")
+        uploads = {name: cls._uploads.pop(name) for name in ids}
+        ended = [upload.exception() for group in uploads.values() for upload in group]
         if failed := [error for error in ended if error is not None]:
             reasons = "; ".join(map(str, failed))
             raise HubError(f"{len(failed)} of {len(ended)} uploads failed: {reasons}") from failed[0]
-        return {name: several[-1].result() for name, several in uploads.items()}
+        return {name: group[-1].result() for name, group in uploads.items()}
 
     @classmethod
     def load_dataset(
@@ -146,13 +146,13 @@ class HubOperation:
         ignore_patterns: str | Sequence[str] | None = None,
         token: str | None = None,
     ) -> str:
-        """Return the local folder of a model, fetched if need be; an existing path is returned as it is.
+        """Return the local folder of a model, downloading it if necessary; an existing path is returned unchanged.
 
         Args:
-            model_id_or_path: an id; the map in `TWINKLE_MODEL_ID_ALIASES` is asked first.
+            model_id_or_path: an id, or an alias of `TWINKLE_MODEL_ID_ALIASES`.
             revision: a branch, tag or commit.
-            download_model: with False, configuration and tokenizer alone.
-            ignore_patterns: files to leave out.
+            download_model: False downloads only the configuration and the tokenizer.
+            ignore_patterns: files to skip.
             token: for a private repository.
         """
         if not str(model_id_or_path):
@@ -177,7 +177,7 @@ class HubOperation:
         token: str | None = None,
         revision: str | None = None,
     ) -> str:
-        """Return the local folder of a repository with those of its files that match, fetched if need be."""
+        """Return the local folder of a repository with the files that match, downloading them if necessary."""
         return str(
             cls._hub(repo_id).download_file(
                 cls._reference(repo_id), allow_patterns, repo_type=repo_type, revision=revision, token=token

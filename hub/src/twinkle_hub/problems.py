@@ -1,4 +1,4 @@
-"""What the client libraries raise, told as one `HubError`: what was asked, what the hub said, what to do."""
+"""Translates errors of client libraries to `HubError`, with the request, the hub's answer and the remedy."""
 
 import errno
 from collections.abc import Iterator
@@ -16,91 +16,93 @@ _NO_CONNECTION = {"ConnectError", "ConnectionRefusedError", "ConnectTimeout", "N
 
 
 class Unreachable(HubError):
-    """The hub did not answer, or not now: the same call may do well later.
+    """The hub did not answer, or is temporarily unavailable; the same call may succeed later.
 
     Attributes:
         reason: the message without advice.
-        is_worth_repeating: it was there, so that asking again at once may help.
+        can_retry: the hub was reachable, so an immediate retry may succeed.
     """
 
-    def __init__(self, message: str, reason: str = "", is_worth_repeating: bool = False) -> None:
+    def __init__(self, message: str, reason: str = "", can_retry: bool = False) -> None:
         super().__init__(message)
-        self.reason, self.is_worth_repeating = reason or message, is_worth_repeating
+        self.reason, self.can_retry = reason or message, can_retry
 
 
 @dataclass(frozen=True)
-class Talk:
-    """Who is spoken to, for messages.
+class RequestContext:
+    """The request and the hub that it goes to, for error messages.
 
     Attributes:
-        hub: the hub's name for people.
-        place: the repository as it was asked for, with its scheme.
-        url: where the hub answers.
-        has_token: a token goes along.
-        ways: how to give one.
-        what: what is asked for.
+        hub: display name of the hub.
+        place: the requested repository, with its scheme.
+        url: endpoint of the hub.
+        has_token: the request has a token.
+        token_ways: how to provide a token.
+        noun: type of the requested object.
     """
 
     hub: str
     place: str
     url: str
     has_token: bool
-    ways: str
-    what: str = "repository"
+    token_ways: str
+    noun: str = "repository"
 
     def require_token(self) -> None:
         """Raise if there is no token; writing needs one."""
         if not self.has_token:
-            raise HubError(f"cannot write to {self.place}: no token was given; {self.ways}")
+            raise HubError(f"cannot write to {self.place}: no token was given; {self.token_ways}")
 
 
 @contextmanager
-def told(talk: Talk) -> Iterator[None]:
-    """Turn an error of a client library into a `HubError`; a mistake in our own code stays what it is."""
+def translated_errors(request: RequestContext) -> Iterator[None]:
+    """Raise errors of client libraries as `HubError`; other exceptions (bugs in this package) pass unchanged."""
     try:
         yield
     except TwinkleError:
         raise
-    except Exception as error:  # each client has a tree of its own, with no common root
+    except Exception as error:  # the clients' exceptions have no common base class
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _CLIENTS:
             raise
-        raise _explained(error, talk) from error
+        raise _hub_error(error, request) from error
 
 
-def _explained(error: Exception, talk: Talk) -> HubError:
-    name, status, place = type(error).__name__, status_of(error), talk.place
+def _hub_error(error: Exception, request: RequestContext) -> HubError:
+    name, status, place = type(error).__name__, status_of(error), request.place
     if name == "GatedRepoError":
-        return HubError(f"{place} is shared on conditions: open its page at {talk.url}, accept them, then {talk.ways}")
+        return HubError(f"{place} is gated: accept its conditions at {request.url}, then {request.token_ways}")
     if name == "RevisionNotFoundError":
-        return HubError(f"{place}: {talk.hub} has the repository, but not this revision; {_revision_ways(place)}")
+        return HubError(f"{place}: {request.hub} has the repository, but not this revision; {_revision_ways(place)}")
     if name.endswith("EntryNotFoundError") and name != "LocalEntryNotFoundError":
         return HubError(f"{place}: the repository has no such file at this revision")
-    if status == 401 and talk.has_token:
-        return HubError(f"{place}: {talk.hub} does not know the token that was sent; {talk.ways}")
+    if status == 401 and request.has_token:
+        return HubError(f"{place}: {request.hub} rejected the token (401); {request.token_ways}")
     if status == 403:
-        return HubError(f"{place}: the token may not do this (403); {talk.ways}")
+        return HubError(f"{place}: the token lacks the permission for this (403); {request.token_ways}")
     if status in (401, 404) or name in ("RepositoryNotFoundError", "DatasetNotFoundError", "NotExistError"):
-        return HubError(f"{place}: {talk.hub} has no such {talk.what} or revision, {_or_private(talk)}")
-    if _is_of_this_machine(error):
-        return HubError(f"{place} cannot be kept: {error}; make room, or move the cache (HF_HOME, MODELSCOPE_CACHE)")
-    if _may_pass(error, status):
-        what = f"{talk.hub} answered {status}" if status else f"cannot reach {talk.hub} ({_reason(error)})"
-        reason = f"{place}: {what} at {talk.url}"
+        return HubError(f"{place}: {request.hub} has no such {request.noun} or revision, {_or_private(request)}")
+    if _is_local_error(error):
+        return HubError(
+            f"cannot store {place}: {error}; free some disk space, or move the cache (HF_HOME, MODELSCOPE_CACHE)"
+        )
+    if _is_temporary(error, status):
+        what = f"{request.hub} answered {status}" if status else f"cannot reach {request.hub} ({_reason(error)})"
+        reason = f"{place}: {what} at {request.url}"
         return Unreachable(f"{reason}; {_LATER}", reason, status is not None or not _never_connected(error))
-    return HubError(f"{place}: {talk.hub} refused: {_first_line(error)}")
+    return HubError(f"{place}: {request.hub} refused: {_first_line(error)}")
 
 
-_LATER = "check the network and call again; a download goes on where it stopped"
+_LATER = "check the network and call again; an interrupted download resumes"
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of a client library speaks of, if any."""
+    """Return the HTTP status of an error of a client library, if it has one."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None) or getattr(error, "status_code", None)
     return status if isinstance(status, int) else None
 
 
-def _may_pass(error: Exception, status: int | None) -> bool:
+def _is_temporary(error: Exception, status: int | None) -> bool:
     if status is not None:
         return status >= 500 or status in (408, 429)
     if type(error).__name__ in ("HFValidationError", "InvalidParameter", "CacheNotFound", "BadRequestError"):
@@ -108,30 +110,30 @@ def _may_pass(error: Exception, status: int | None) -> bool:
     return not isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
 
 
-def _is_of_this_machine(error: Exception) -> bool:
-    """Return whether a file could not be written: the system's own errors name it, or say that the disk is full."""
+def _is_local_error(error: Exception) -> bool:
+    """Return whether writing a local file failed, by a file name in the OS error or an error number such as ENOSPC."""
     no_room = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
     return type(error).__module__ == "builtins" and (
         getattr(error, "filename", None) is not None or getattr(error, "errno", None) in no_room
     )
 
 
-def _or_private(talk: Talk) -> str:
-    if talk.has_token:
-        return "or it is private and your token may not see it; check the name"
-    return f"or it is private and no token was given; check the name, or {talk.ways}"
+def _or_private(request: RequestContext) -> str:
+    if request.has_token:
+        return "or it is private and your token has no access; check the name"
+    return f"or it is private and no token was given; check the name, or {request.token_ways}"
 
 
 def _revision_ways(place: str) -> str:
-    return "give a branch, a tag or a whole commit" + (", after the '@'" if "@" in place else "")
+    return "give a branch, a tag or a full commit" + (", after the '@'" if "@" in place else "")
 
 
 def _reason(error: BaseException) -> str:
-    """Return the innermost reason, which names what happened on the wire."""
+    """Return the text of the innermost error, which describes the network failure."""
     failed = getattr(error, "failed_files", None)
     if isinstance(failed, dict) and failed:
-        path, why = next(iter(failed.items()))
-        return f"{path}: {_reason(why)}"
+        path, failure = next(iter(failed.items()))
+        return f"{path}: {_reason(failure)}"
     *_, last = _chain(error)
     return _first_line(last)
 
@@ -141,7 +143,7 @@ def _never_connected(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what led to it, as far as it was an error too."""
+    """Yield an error and its chain of causes and contexts."""
     link: BaseException | None = error
     while isinstance(link, Exception):
         yield link

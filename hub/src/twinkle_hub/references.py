@@ -1,4 +1,4 @@
-"""References to repositories of models and data, taken apart."""
+"""Parses references to repositories of models and data."""
 
 from pathlib import Path
 
@@ -6,35 +6,35 @@ from twinkle.errors import ArgumentError
 from twinkle_registry.trust.reference import HubReference
 
 
-def parsed(reference: str, revision: str | None = None) -> HubReference:
-    """Take `scheme://owner/name@revision` apart; the revision may stand beside it instead.
+def parse_reference(reference: str, revision: str | None = None) -> HubReference:
+    """Parse `scheme://owner/name@revision`; the revision may be passed as an argument instead.
 
     Raises:
-        ComponentNotFound: it has not this form.
+        ComponentNotFound: it does not have this form.
         ArgumentError: it names a component, or another revision than `revision`.
     """
-    scheme, _, rest = reference.partition("://")
-    hub_ref = HubReference.parse(f"{scheme.lower()}://{rest}", asked=repr(reference))
+    scheme, _, path = reference.partition("://")
+    hub_ref = HubReference.parse(f"{scheme.lower()}://{path}", context=repr(reference))
     if hub_ref.name:
-        raise ArgumentError(f"{reference!r} names a component of a repository; leave '#{hub_ref.name}' out here")
+        raise ArgumentError(f"{reference!r} names a component of a repository; omit '#{hub_ref.name}'")
     if not revision or revision == hub_ref.revision:
         return hub_ref
     if hub_ref.revision:
         raise ArgumentError(
-            f"{reference!r} names the revision {hub_ref.revision!r}, and revision= {revision!r}; give one"
+            f"{reference!r} names the revision {hub_ref.revision!r}, and revision= is {revision!r}; give only one"
         )
-    return HubReference.parse(f"{hub_ref.place}@{revision}", asked=f"{reference!r}, revision={revision!r}")
+    return HubReference.parse(f"{hub_ref.place}@{revision}", context=f"{reference!r}, revision={revision!r}")
 
 
 def without_revision(reference: str) -> HubReference:
-    """Take a reference apart that names a whole repository.
+    """Parse a reference to a whole repository.
 
     Raises:
         ArgumentError: it names a revision.
     """
-    hub_ref = parsed(reference)
+    hub_ref = parse_reference(reference)
     if hub_ref.revision:
-        raise ArgumentError(f"{reference!r}: a repository is made as a whole; leave '@{hub_ref.revision}' out")
+        raise ArgumentError(f"{reference!r}: a new repository has no revisions; omit '@{hub_ref.revision}'")
     return hub_ref
 
 
@@ -42,18 +42,18 @@ def folder_of(reference: str) -> Path:
     """Return the folder of a `file://...` reference.
 
     Raises:
-        ComponentNotFound: it has not this form.
+        ComponentNotFound: it does not have this form.
         ArgumentError: the path is relative, or a revision or component is named.
     """
-    hub_ref = parsed(reference)
+    hub_ref = parse_reference(reference)
     if hub_ref.revision:
-        raise ArgumentError(f"{reference!r}: a folder has one state and no revisions; leave '@{hub_ref.revision}' out")
+        raise ArgumentError(f"{reference!r}: a folder has no revisions; omit '@{hub_ref.revision}'")
     return absolute(hub_ref.repo, reference)
 
 
 def absolute(path: str, reference: str) -> Path:
-    """Return a path, `~` expanded, or raise `ArgumentError` if it is relative."""
+    """Return a path with `~` expanded; raise `ArgumentError` if it is relative."""
     folder = Path(path).expanduser()
     if not folder.is_absolute():
-        raise ArgumentError(f"{reference!r}: a file:// reference has an absolute path: file:///path/to/folder")
+        raise ArgumentError(f"{reference!r}: the path of a file:// reference must be absolute: file:///path/to/folder")
     return folder

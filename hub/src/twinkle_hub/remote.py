@@ -1,4 +1,4 @@
-"""What the hubs on the network share: the cache first or last, retries, and files that no training needs."""
+"""Base class of hubs on the network: use of the cache, retries, and the selection of files."""
 
 import os
 import time
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from twinkle.errors import ArgumentError, HubError
 from twinkle.hub import Hub
-from twinkle_hub.fetching import Unfinished, is_offline, shown
-from twinkle_hub.problems import Talk, Unreachable, told
-from twinkle_hub.references import parsed
+from twinkle_hub.fetching import Unfinished, is_offline, progress
+from twinkle_hub.problems import RequestContext, Unreachable, translated_errors
+from twinkle_hub.references import parse_reference
 from twinkle_registry.trust.reference import HubReference
 
 T = TypeVar("T")
 
 KINDS = {"model": "repository", "dataset": "data set"}
-"""What people call a repository of a type."""
+"""Noun for a repository of each type, for messages."""
 
 _ATTEMPTS, _WAIT = 3, 0.5  # seconds, doubled each time
 # Weights in formats that transformers does not read, and copies of what it reads.
@@ -28,17 +28,17 @@ _WEIGHTS = ("*.safetensors", *_PICKLED, "*.gguf", *_OTHER_FORMATS)
 
 
 class Listing(NamedTuple):
-    """What a hub tells of a repository at a revision; ModelScope's listing has no commit."""
+    """Files of a repository at a revision; ModelScope's listing has no commit."""
 
     repo: str
     commit: str
     files: list[tuple[str, int]]
 
 
-class _Look(NamedTuple):
-    """What is looked for in a cache: a repository, which files of it, and the note of a download that was cut off."""
+class _CacheQuery(NamedTuple):
+    """Files to look up in a cache: a repository, patterns of its files, and the mark of an interrupted download."""
 
-    wanted: HubReference
+    hub_ref: HubReference
     repo_type: str
     allow: list[str] | None
     ignored: list[str]
@@ -46,7 +46,7 @@ class _Look(NamedTuple):
 
 
 class RemoteHub(Hub):
-    """A hub on the network, spoken to through a client library that is imported when it is used."""
+    """A hub on the network; its client library is imported on first use."""
 
     scheme: str
     title: str
@@ -61,19 +61,19 @@ class RemoteHub(Hub):
         ignore_patterns: str | Sequence[str] = (),
         token: str | None = None,
     ) -> Path:
-        """Return a folder with the model's files, fetched unless they are there; cut off, the next call resumes.
+        """Return a folder with the model's files, downloading them if necessary; an interrupted download resumes.
 
-        Pickled weights are left out where there are safetensors, and formats that transformers does not read always.
+        Skips pickled weights if there are safetensors, and formats that transformers does not read.
 
         Args:
-            reference: `hf://owner/name`, with `@revision` if wanted.
+            reference: `hf://owner/name`, optionally with `@revision`.
             revision: a branch, tag or commit.
-            weights: with False, configuration and tokenizer alone.
-            ignore_patterns: more files to leave out.
+            weights: False downloads only the configuration and the tokenizer.
+            ignore_patterns: more files to skip.
             token: for a private repository.
         """
         extra = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns)
-        wanted = parsed(reference, revision)
+        hub_ref = parse_reference(reference, revision)
 
         def ignored(listing: Listing | None) -> list[str]:
             if not weights:
@@ -81,7 +81,7 @@ class RemoteHub(Hub):
             safe = listing is None or any(path.endswith(".safetensors") for path, _ in listing.files)
             return [*_OTHER_FORMATS, *(_PICKLED if safe else ()), *extra]
 
-        return self._fetched(wanted, "model", None, ignored, token)
+        return self._download(hub_ref, "model", None, ignored, token)
 
     def download_file(
         self,
@@ -92,118 +92,126 @@ class RemoteHub(Hub):
         revision: str | None = None,
         token: str | None = None,
     ) -> Path:
-        """Return the folder of a repository with those of its files that match; see `Hub.download_file`."""
+        """Return the folder of a repository with the files that match; see `Hub.download_file`."""
         allow = [allow_patterns] if isinstance(allow_patterns, str) else list(allow_patterns or ())
-        return self._fetched(parsed(reference, revision), checked_type(repo_type), allow or None, lambda _: [], token)
+        return self._download(
+            parse_reference(reference, revision), checked_type(repo_type), allow or None, lambda _: [], token
+        )
 
-    def _fetched(
+    def _download(
         self,
-        wanted: HubReference,
+        hub_ref: HubReference,
         repo_type: str,
         allow: list[str] | None,
         ignored: Callable[[Listing | None], list[str]],
         token: str | None,
     ) -> Path:
         self._check_allowed()
-        unfinished = Unfinished(str(wanted), repo_type, repr(allow))
-        look = _Look(wanted, repo_type, allow, ignored(None), unfinished)
+        unfinished = Unfinished(str(hub_ref), repo_type, repr(allow))
+        query = _CacheQuery(hub_ref, repo_type, allow, ignored(None), unfinished)
         if is_offline():
-            return self._from_cache(look, f"{wanted}: HF_HUB_OFFLINE is set")
+            return self._from_cache(query, f"{hub_ref}: HF_HUB_OFFLINE is set")
         try:
-            listing = self._listing(wanted, repo_type, token)
+            listing = self._listing(hub_ref, repo_type, token)
         except Unreachable as error:
-            folder = self._from_cache(look, error.reason)
+            folder = self._from_cache(query, error.reason)
             from twinkle.logging import get_logger
 
             get_logger().warning("%s; using the copy in the cache, %s", error.reason, folder)
             return folder
         if not listing.files:
-            raise HubError(f"{wanted}: {self.title} has this repository, and there is no file in it")
-        if listing.repo != wanted.repo:
+            raise HubError(f"{hub_ref}: this repository on {self.title} has no files")
+        if listing.repo != hub_ref.repo:
             from twinkle.logging import get_logger
 
-            get_logger().warning("%s has moved to %s://%s; write that", wanted, wanted.scheme, listing.repo)
+            get_logger().warning("%s has moved to %s://%s; use the new name", hub_ref, hub_ref.scheme, listing.repo)
         if allow:
-            self._check_patterns(wanted, allow, listing)
-        leave = ignored(listing)
-        new = bool(unfinished) or self._cached(wanted, repo_type, allow, leave) is None
-        with told(self._talk(wanted, token)), shown(str(wanted), new=new), unfinished.begun():
-            return self._snapshot(wanted, repo_type, allow, leave, token)
+            self._check_patterns(hub_ref, allow, listing)
+        skipped = ignored(listing)
+        new = bool(unfinished) or self._cached(hub_ref, repo_type, allow, skipped) is None
+        with (
+            translated_errors(self._request_context(hub_ref, token)),
+            progress(str(hub_ref), new=new),
+            unfinished.in_progress(),
+        ):
+            return self._download_snapshot(hub_ref, repo_type, allow, skipped, token)
 
-    def _from_cache(self, look: "_Look", why: str) -> Path:
-        folder = None if look.unfinished else self._cached(look.wanted, look.repo_type, look.allow, look.ignored)
+    def _from_cache(self, query: "_CacheQuery", reason: str) -> Path:
+        folder = None if query.unfinished else self._cached(query.hub_ref, query.repo_type, query.allow, query.ignored)
         if folder is None:
-            state = "only a part of it" if look.unfinished else "nothing of it, or not all"
-            raise Unreachable(f"{why}, and the cache holds {state}; fetch it once with a network")
-        held = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        if absent := [pattern for pattern in look.allow or () if not _matches(pattern, held)]:
-            raise Unreachable(f"{why}, and the cache holds nothing that matches {absent[0]!r}; fetch it with a network")
+            state = "only a part of it" if query.unfinished else "no complete copy of it"
+            raise Unreachable(f"{reason}, and the cache has {state}; download it once with a network")
+        cached_files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        if absent := [pattern for pattern in query.allow or () if not _matches(pattern, cached_files)]:
+            raise Unreachable(f"{reason}, and no cached file matches {absent[0]!r}; download it with a network")
         return folder
 
-    def _check_patterns(self, wanted: HubReference, allow: list[str], listing: Listing) -> None:
+    def _check_patterns(self, hub_ref: HubReference, allow: list[str], listing: Listing) -> None:
         from twinkle_registry import nearest
 
         paths = [path for path, _ in listing.files]
         for pattern in allow:
             if not _matches(pattern, paths):
                 near = nearest(pattern, paths) or paths[:8]
-                raise HubError(f"{wanted}: no file matches {pattern!r}; it has {', '.join(near) or 'no file'}")
+                raise HubError(f"{hub_ref}: no file matches {pattern!r}; it has {', '.join(near) or 'no file'}")
 
-    def _listing(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
+    def _listing(self, hub_ref: HubReference, repo_type: str, token: str | None) -> Listing:
         if is_offline():
-            reason = f"{wanted}: HF_HUB_OFFLINE is set"
-            raise Unreachable(f"{reason}, and only the hub can tell; unset it once", reason)
-        return patiently(lambda: self._listed(wanted, repo_type, token), self._talk(wanted, token, repo_type))
+            reason = f"{hub_ref}: HF_HUB_OFFLINE is set"
+            raise Unreachable(f"{reason}, but this call needs the hub; unset it", reason)
+        return with_retries(
+            lambda: self._request_listing(hub_ref, repo_type, token), self._request_context(hub_ref, token, repo_type)
+        )
 
     def _check_allowed(self) -> None:
-        """Raise where the settings forbid this hub."""
+        """Raise if the settings forbid this hub."""
 
     @abstractmethod
-    def _talk(self, wanted: HubReference, token: str | None, repo_type: str = "model") -> Talk:
-        """Return whom we speak to."""
+    def _request_context(self, hub_ref: HubReference, token: str | None, repo_type: str = "model") -> RequestContext:
+        """Describe a request to this hub, for error messages."""
 
     @abstractmethod
-    def _listed(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
-        """Ask the hub, once."""
+    def _request_listing(self, hub_ref: HubReference, repo_type: str, token: str | None) -> Listing:
+        """Request the listing from the hub, without retries."""
 
     @abstractmethod
     def _cached(
-        self, wanted: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
+        self, hub_ref: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
     ) -> Path | None:
-        """Return the folder in the client's cache, without the network, as far as the client can tell whole."""
+        """Return the folder in the client's cache, without the network, or None without a complete copy."""
 
     @abstractmethod
-    def _snapshot(
-        self, wanted: HubReference, repo_type: str, allow: list[str] | None, ignored: list[str], token: str | None
+    def _download_snapshot(
+        self, hub_ref: HubReference, repo_type: str, allow: list[str] | None, ignored: list[str], token: str | None
     ) -> Path:
-        """Download."""
+        """Download the files into the client's cache and return their folder."""
 
 
 def _matches(pattern: str, paths: list[str]) -> bool:
     return any(fnmatch(path, pattern) or path.startswith(pattern.rstrip("/") + "/") for path in paths)
 
 
-def patiently(ask: Callable[[], T], talk: Talk) -> T:
-    """Return what `ask` returns; a hub that does not answer, or answers 5xx, is asked again twice."""
+def with_retries(send: Callable[[], T], request: RequestContext) -> T:
+    """Return the result of `send`; if the hub does not answer, or with 5xx, retry twice."""
     for attempt in range(_ATTEMPTS - 1):
         try:
-            with told(talk):
-                return ask()
+            with translated_errors(request):
+                return send()
         except Unreachable as error:
-            if not error.is_worth_repeating:
+            if not error.can_retry:
                 raise
             time.sleep(_WAIT * 2**attempt)
-    with told(talk):
-        return ask()
+    with translated_errors(request):
+        return send()
 
 
 def checked_type(repo_type: str) -> str:
     """Return `model` or `dataset`, or raise `ArgumentError`."""
     if repo_type not in ("model", "dataset"):
-        raise ArgumentError(f"repo_type is {repo_type!r}; it is 'model' or 'dataset'")
+        raise ArgumentError(f"repo_type must be 'model' or 'dataset', got {repo_type!r}")
     return repo_type
 
 
 def is_set(variable: str) -> bool:
-    """Return whether a switch in the environment is on: anything but empty, 0, no, false and off."""
+    """Return whether an environment variable is set to anything but an empty string, 0, no, false or off."""
     return os.environ.get(variable, "").strip().lower() not in ("", "0", "no", "false", "off")

@@ -1,4 +1,4 @@
-"""Rows of a data set with the `datasets` library, from a hub it knows or from a folder."""
+"""Loads rows of a data set with the `datasets` library, from the Hugging Face hub or from a folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from twinkle_hub.fetching import without_bars
 
 
 def load(source: str | Path, place: str, subset_name: str, split: str, **options: Any) -> Any:
-    """Return a `datasets.Dataset`, or an `IterableDataset` with `streaming=True`; code of a data set is never run.
+    """Return a `datasets.Dataset`, or an `IterableDataset` with `streaming=True`; the data set's own code is never run.
 
     Args:
         source: a folder, or `owner/name` on the Hugging Face hub.
-        place: how to call it in messages.
-        subset_name: its configuration; `default` leaves the choice to the data set.
+        place: name of the source, for messages.
+        subset_name: its configuration; `default` uses the data set's default.
         split: `train`, `test`, or a slice such as `train[:100]`.
         **options: for `datasets.load_dataset`.
 
@@ -27,7 +27,9 @@ def load(source: str | Path, place: str, subset_name: str, split: str, **options
         import datasets
         from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
-        raise RequirementMissing(f"{place}: data sets need the datasets library; run: pip install datasets") from error
+        raise RequirementMissing(
+            f"{place}: loading a data set requires the datasets library; run: pip install datasets"
+        ) from error
     name = None if subset_name == "default" else subset_name
     options = {key: value for key, value in options.items() if value is not None}
     try:
@@ -46,15 +48,15 @@ def load(source: str | Path, place: str, subset_name: str, split: str, **options
 
 @contextmanager
 def library_offline() -> Iterator[None]:
-    """Let the library look into its cache alone: it reads the variable for that once, when it is imported."""
+    """Restrict the library to its cache; it reads the environment variable for this only at import."""
     import datasets
 
-    kept = datasets.config.HF_HUB_OFFLINE
+    was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE = kept
+        datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _reason(error: BaseException) -> str:
@@ -66,7 +68,7 @@ def _reason(error: BaseException) -> str:
 def _ways(error: BaseException) -> str:
     text = str(error)
     if "Config name is missing" in text or "BuilderConfig" in text:
-        return "; name one as subset_name"
+        return "; pass one as subset_name"
     if "split" in text.lower():
-        return "; name one of them as split"
+        return "; pass one of them as split"
     return ""

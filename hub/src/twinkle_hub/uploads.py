@@ -1,4 +1,4 @@
-"""Uploads in the background: one thread, in the order of the calls; each can be awaited, and none fails silently."""
+"""Uploads in the background, in one thread and in the order of the calls. Failures are logged and raised to waiters."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ _worker: ThreadPoolExecutor | None = None
 
 
 class Upload:
-    """An upload that runs or has run: `await upload`, or `upload.result()`.
+    """A running or finished upload: `await upload`, or `upload.result()`.
 
-    A failure is logged when it happens, and raised where the result is requested. The process does not end before its
-    uploads have.
+    A failure is logged when it happens, and raised when the result is requested. The process waits for its uploads
+    before it exits.
 
     Attributes:
-        reference: where it goes.
+        reference: target of the upload.
     """
 
     def __init__(self, reference: str, future: "Future[str]") -> None:
@@ -36,20 +36,20 @@ class Upload:
         """Wait, and return the address of the repository.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None waits without a limit.
 
         Raises:
-            TimeoutError: it still runs.
-            HubError: it failed.
+            TimeoutError: the upload is still running.
+            HubError: the upload failed.
         """
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether it has finished, successfully or not."""
         return self._future.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return why it failed, or None."""
+        """Wait, and return its exception, or None."""
         return self._future.exception(timeout)
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -57,29 +57,29 @@ class Upload:
 
 
 def begin(reference: str, folder: Path, push: Callable[[Path], str]) -> Upload:
-    """Push a folder in the background, as it is now: what replaces its files later is not uploaded.
+    """Upload the current content of a folder in the background; later changes to the folder are not uploaded.
 
     Args:
-        reference: where it goes, for messages.
-        folder: what to push.
-        push: does it, given the folder to read from.
+        reference: target of the upload, for messages.
+        folder: folder to upload.
+        push: uploads the folder that it is called with.
 
     Raises:
         HubError: there is no such folder.
     """
     global _worker
-    kept = _kept(folder)
+    snapshot = _snapshot_of(folder)
 
     def work() -> str:
         from twinkle.logging import get_logger
 
         try:
-            address = push(kept)
+            address = push(snapshot)
         except BaseException as error:
             get_logger().error("upload to %s failed: %s", reference, error)
             raise
         finally:
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(snapshot, ignore_errors=True)
         get_logger().info("uploaded to %s", address)
         return address
 
@@ -91,26 +91,26 @@ def begin(reference: str, folder: Path, push: Callable[[Path], str]) -> Upload:
 
 
 def _wait_at_exit(worker: ThreadPoolExecutor) -> None:
-    """Let the process wait for its uploads while threads may still begin others, as the clients' uploads do.
+    """Wait for the uploads at exit, while threads can still start new ones, as the clients do.
 
-    `atexit` is too late: before it, Python has told every pool of threads to take no more work.
+    `atexit` is too late: Python has shut down all thread pools before.
     """
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(worker.shutdown)
 
 
-def _kept(folder: Path) -> Path:
-    """Return a copy of a folder beside it, made of hard links where the file system has them."""
+def _snapshot_of(folder: Path) -> Path:
+    """Return a copy of a folder next to it, made of hard links if the file system supports them."""
     if not folder.is_dir():
         raise HubError(f"cannot upload {folder}: there is no such folder; give the folder of a checkpoint")
-    kept = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".upload", dir=folder.absolute().parent))
+    snapshot = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".upload", dir=folder.absolute().parent))
     try:
-        shutil.copytree(folder, kept, copy_function=_link, dirs_exist_ok=True)
+        shutil.copytree(folder, snapshot, copy_function=_link, dirs_exist_ok=True)
     except BaseException:
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(snapshot, ignore_errors=True)
         raise
-    return kept
+    return snapshot
 
 
 def _link(source: str, target: str) -> str:

@@ -254,7 +254,7 @@ def test_a_server_that_is_away_is_an_error_within_the_attempts(monkeypatch: pyte
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     api = OpenAI("small", KEY, "http://127.0.0.1:9/v1", {"max_retries": 1, "timeout": 5.0})
-    with pytest.raises(APIError, match=r"127\.0\.0\.1, asked for 'small', gave no answer after 2 attempts: Connect"):
+    with pytest.raises(APIError, match=r"127\.0\.0\.1, model 'small', gave no answer after 2 attempts: Connect"):
         api(ask("hi")[0])
     api.close()
 

@@ -339,7 +339,7 @@ def test_trajectories_do_not_share_an_environment() -> None:
 def test_an_episode_that_is_over_is_not_begun_again_by_a_rollout() -> None:
     manager, script = ToolManager(EnvTool.from_env(CountdownEnv(3))), Script(a=take(3))
     assert played_with([manager], script)[0]["turn_rewards"] == [1.0]
-    with pytest.raises(ArgumentError, match=r"the episode of trajectory 0 is over; begin another by reset\(\)"):
+    with pytest.raises(ArgumentError, match=r"the episode of trajectory 0 has ended; call reset\(\)"):
         played_with([manager], script)
     manager.episodes[0].reset()
     assert played_with([manager], script)[0]["turn_rewards"] == [1.0]
@@ -439,7 +439,7 @@ def test_what_is_given_to_a_call_is_checked() -> None:
         rollout(ask("a"))
     rows = ask("a", "a")
     rows[1]["messages"].append({"role": "assistant", "content": "hi"})
-    with pytest.raises(EncodeError, match=r"row 1: .*nothing to generate"):
+    with pytest.raises(EncodeError, match=r"row 1: .*already an assistant message"):
         MultiTurnRollout(Script(a=["ok"]), TEMPLATE)(rows)
     splits = Template(tokenizer=tiny_tokenizer(), truncation_strategy="split")
     with pytest.raises(ArgumentError, match="truncation_strategy"):

@@ -195,7 +195,7 @@ def test_the_effort_of_deepseek_v4_opens_the_prompt_if_it_thinks() -> None:
     assert encoded("deepseek_v4", row, reasoning_effort="high") == encoded("deepseek_v4", row)
     thoughtless = encoded("deepseek_v4", row, enable_thinking=False)
     assert encoded("deepseek_v4", row, enable_thinking=False, reasoning_effort="max") == thoughtless
-    with pytest.raises(ArgumentError, match="reasoning_effort is 'low'; it is None, 'high' or 'max'"):
+    with pytest.raises(ArgumentError, match="reasoning_effort must be None, 'high' or 'max', got 'low'"):
         template("deepseek_v4", reasoning_effort="low")
     with pytest.raises(ArgumentError, match="nearest"):
         template("deepseek_v4", max_lenght=3)

@@ -274,7 +274,7 @@ def test_key_rounds_counts_the_rows_own_messages_also_behind_a_default_system() 
     assert trained(encoder, encoder.encode(row)) == ["b<|im_end|>"]
     for rounds in ((1,), 1, [1]):
         assert trained(encoder, encoder.encode(row | {"user_data": {"key_rounds": rounds}})) == ["b<|im_end|>"]
-    with pytest.raises(EncodeError, match=r"names 2, which is a user message; .* are \[1, 3\]"):
+    with pytest.raises(EncodeError, match=r"has 2, which is a user message; .* are \[1, 3\]"):
         encoder.encode(row | {"user_data": {"key_rounds": 2}})
 
 
@@ -320,7 +320,7 @@ def test_a_turn_with_weight_zero_or_without_loss_is_not_trained(shape: str, off:
 def test_weights_hold_behind_a_default_system_and_without_a_chat_template() -> None:
     encoder = template("chatml", default_system="be kind")
     assert trained(encoder, encoder.encode(marked({}, {"weight": 0}, {}, {}))) == ["d<|im_end|>"]
-    with pytest.raises(EncodeError, match=r"message 2 \(user\) asks to be trained by weight or loss"):
+    with pytest.raises(EncodeError, match=r"message 2 \(user\) requests training by weight or loss"):
         encoder.encode(marked({}, {}, {"weight": 1}, {}))
     plain: Any = template("chatml", use_chat_template=False)
     message = {"role": "user", "content": "a"}
@@ -331,11 +331,11 @@ def test_weights_hold_behind_a_default_system_and_without_a_chat_template() -> N
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ({"weight": 2}, r"message 1 \(assistant\) has weight 2; it is 0"),
+        ({"weight": 2}, r"message 1 \(assistant\) has weight 2; it must be 0"),
         ({"weight": 0.5}, "has weight 0.5"),
         ({"weight": "0"}, "has weight '0'"),
         ({"weight": False}, "has weight False"),
-        ({"loss": 0}, "has loss 0; it is true"),
+        ({"loss": 0}, "has loss 0; it must be true"),
         ({"loss": "false"}, "has loss 'false'"),
         ({"weight": 1, "loss": False}, "weight 1 and loss False, which disagree"),
     ],

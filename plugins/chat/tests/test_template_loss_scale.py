@@ -127,18 +127,20 @@ def test_the_weight_of_a_message_multiplies() -> None:
 def test_key_rounds_chooses_among_the_weighted_turns() -> None:
     row = talk("a", "b", "c", "d", user_data=[("key_rounds", "[3]")])
     assert weighed(template(fixed(1, 1, 1, 2)), row) == [(f"d{END}", 2.0)]
-    with pytest.raises(EncodeError, match="key_rounds names 2, which is a user message"):
+    with pytest.raises(EncodeError, match="key_rounds has 2, which is a user message"):
         template(fixed(1, 1, 1, 2)).encode(row | {"user_data": [("key_rounds", "[2]")]})
 
 
 def test_a_weight_between_needs_a_scale() -> None:
     row = talk("a", "b")
     row["messages"][1]["weight"] = 0.5
-    with pytest.raises(EncodeError, match=r"weight 0.5; it is 0 .* or 1 .*; other weights need a loss scale"):
+    with pytest.raises(EncodeError, match=r"weight 0.5; it must be 0 .* or 1 .*; other weights need a loss scale"):
         template(None).encode(row)
     for wrong in (-1, True, "1", float("nan"), float("inf")):
         row["messages"][1]["weight"] = wrong
-        with pytest.raises(EncodeError, match=r"message 1 .* has weight .*; with a loss scale it is a finite number"):
+        with pytest.raises(
+            EncodeError, match=r"message 1 .* has weight .*; with a loss scale it must be a finite number"
+        ):
             template(fixed(0, 1)).encode(row)
 
 
@@ -146,7 +148,7 @@ def test_a_user_who_asks_to_be_trained_must_get_a_weight() -> None:
     row = talk("a", "b")
     row["messages"][0]["weight"] = 1
     assert weighed(template(fixed(1, 0)), row) == [(f"a{END}", 1.0)]
-    with pytest.raises(EncodeError, match=r"message 0 \(user\) asks to be trained .* gives it none"):
+    with pytest.raises(EncodeError, match=r"message 0 \(user\) requests training .* gives it weight 0"):
         template(fixed(0, 1)).encode(row)
 
 
@@ -171,7 +173,7 @@ def test_pieces_of_a_turn_have_weights_of_their_own(pieces: Any, found: Any, cha
 
 
 def test_pieces_that_stand_nowhere_are_an_error() -> None:
-    with pytest.raises(EncodeError, match="message 1: none of the pieces that the loss scale weights stands in what"):
+    with pytest.raises(EncodeError, match="message 1: none of the pieces of the loss scale occurs in"):
         template(fixed(0, [("x", 1)])).encode(talk("a", "b"))
 
 
@@ -295,14 +297,14 @@ def test_a_scale_sees_the_rows_own_messages_and_cannot_change_them() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((0, 1, 1), "returned 3 weights for 2 messages; return one each"),
-        ((0, -1), "returned -1 for message 1; a weight is a finite number from 0, or pieces"),
+        ((0, 1, 1), "returned 3 weights for 2 messages; return one weight per message"),
+        ((0, -1), "returned -1 for message 1; a weight must be a finite number >= 0 or pieces"),
         ((0, float("nan")), "returned nan for message 1"),
         ((0, "1"), "returned '1' for message 1"),
         ((0, None), "returned None for message 1"),
         ((0, True), "returned True for message 1"),
         ((0, [("b", -1)]), "returned -1 for message 1"),
-        ((0, ["b"]), r"returned 'b' for a piece of message 1; give \(text, weight\)"),
+        ((0, ["b"]), r"returned 'b' for a piece of message 1; a piece must be \(text, weight\)"),
     ],
 )
 def test_what_is_no_weight_is_named_and_no_rows_fault(weights: Any, message: str) -> None:
@@ -324,7 +326,7 @@ def test_scales_that_are_none_are_refused_at_once() -> None:
         template(dict)
     with pytest.raises(ComponentTypeError, match=r"returned a dict for 2 messages"):
         template(lambda messages: {}).encode(talk("a", "b"))
-    with pytest.raises(ArgumentError, match="loss_scale weights turns, and use_chat_template=False knows none"):
+    with pytest.raises(ArgumentError, match="loss_scale cannot be combined with use_chat_template=False"):
         template(Last, use_chat_template=False)
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from twinkle.testing import tiny_tokenizer
-from twinkle_chat.turns import Prompts, _place, _prompt, find_turns, turn_span
+from twinkle_chat.turns import TurnStarts, _locate, _prompt, find_turns, turn_span
 
 # Work grows with the conversation, not with its square
 
@@ -102,8 +102,8 @@ def test_turns_found_at_once_are_those_found_one_by_one(family: str, says: list[
     chat = encoder.renderer({"messages": messages})
     text = chat.render(adapted)
     turns = [index for index, message in enumerate(adapted) if message["role"] == "assistant"]
-    prompts = Prompts(chat, adapted, text)
-    starts = [prompts.measured(index, _place(chat, adapted, index, text).first) for index in turns]
+    prompts = TurnStarts(chat, adapted, text)
+    starts = [prompts.start_by_prompt(index, _locate(chat, adapted, index, text).first) for index in turns]
     ends = [turn_span(chat, adapted, index, text)[1] for index in turns]
     found = find_turns(chat, adapted, turns, text)
     assert [parts[-1][1] for parts in found] == ends

@@ -265,7 +265,7 @@ def test_the_doctor_tells_an_author_all_of_a_manifest_at_once_and_where_it_is(ma
 def test_the_doctor_finds_hooks_that_are_not_there(make_plugin: Make) -> None:
     make_plugin("acme_hookless", "", core=">=0.1,<1")
     folder = make_plugin("acme_hooks", 'hooks = { module = "acme_hooks.gone", implements = ["twinkle_run_end"] }\n')
-    assert "acme_hooks: its manifest says hooks.module = 'acme_hooks.gone'" in problems()["broken hooks"]
+    assert "acme_hooks: its manifest has hooks.module = 'acme_hooks.gone'" in problems()["broken hooks"]
     (folder / "gone.py").write_text("")
     assert "broken hooks" not in problems()
 

@@ -151,7 +151,7 @@ def test_a_file_of_variables_that_nobody_named_lets_no_code_run(
     monkeypatch.setenv("TWINKLE_STATE_DIR", str(empty_place / "state"))
     monkeypatch.delenv("TWINKLE_TRUST_FOLDER", raising=False)
     write(".env", f"TWINKLE_{line}\n")
-    assert "in .env would let code run, and this folder is not trusted; give it on the command line" in problem()
+    assert "in .env would let code run, but this folder is not trusted; set it on the command line" in problem()
     assert read(env_file=".env") != Args(), "a file that is named is the user's own word"
     monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(empty_place))
     assert read() == read(env_file=".env")
@@ -228,7 +228,7 @@ def test_env_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'line 1: the quote " of "a is not closed' in problem(env_file=write("my.env", 'A="a\n'))
     assert "unknown argument 'lrr' in TWINKLE_LRR in my.env" in problem(env_file=write("my.env", "TWINKLE_LRR=1"))
     other = write("my.env", "TWINKLE_CACHE_DIR=cache\n")
-    assert "TWINKLE_CACHE_DIR in my.env is no argument" in problem(env_file=other)
+    assert "TWINKLE_CACHE_DIR in my.env is not an argument" in problem(env_file=other)
     monkeypatch.setenv("TWINKLE_CACHE_DIR", "cache")
     assert read(env_file=other) == Args()
 
@@ -263,19 +263,19 @@ def test_the_command_lines_file_replaces_the_scripts() -> None:
     [
         ("max_step: 3", "unknown argument 'max_step' in c.yaml; nearest: max_steps"),
         ("training: {lr: 3}", "unknown argument 'training.lr' in c.yaml; nearest: "),
-        ("training: 3", "training in c.yaml: 3 is given; wanted the group's arguments"),
+        ("training: 3", "training in c.yaml: expected a mapping with the group's arguments, got 3"),
         ("config: x", "unknown argument 'config' in c.yaml; nearest: server.config"),
-        ("lr: 1\nlearning_rate: 1", "is given twice, by lr in c.yaml and by learning_rate in c.yaml"),
-        ("max_steps: 1\ntraining: {max_steps: 2}", "is given twice, by max_steps in c.yaml and by training.max_steps"),
-        ("max_steps: '3'", "training.max_steps: '3' is of type str, given by max_steps in c.yaml; wanted int"),
+        ("lr: 1\nlearning_rate: 1", "is set twice, by lr in c.yaml and by learning_rate in c.yaml"),
+        ("max_steps: 1\ntraining: {max_steps: 2}", "is set twice, by max_steps in c.yaml and by training.max_steps"),
+        ("max_steps: '3'", "training.max_steps: '3' is of type str, set by max_steps in c.yaml; expected int"),
         ("max_steps: true", "True is of type bool"),
         ("max_steps: 1.5", "1.5 is of type float"),
         ("max_steps:", "None is null"),
         ("padding_free: 2", "2 is of type int"),
-        ("revision: 1", "1 is of type int, given by revision in c.yaml; wanted str | null"),
-        ("ddp_config: [1]", "wanted dict[str, Any] | null"),
-        ("reward_fns: [1]", "wanted list[str] | null"),
-        ("mixed_precision: fp4", "wanted 'no' | 'fp8' | 'fp16' | 'bf16'"),
+        ("revision: 1", "1 is of type int, set by revision in c.yaml; expected str | null"),
+        ("ddp_config: [1]", "expected dict[str, Any] | null"),
+        ("reward_fns: [1]", "expected list[str] | null"),
+        ("mixed_precision: fp4", "expected 'no' | 'fp8' | 'fp16' | 'bf16'"),
         ("- 1", "expected keys and values"),
         ("a: [", "not YAML"),
         ("1: 2", "unknown argument '1' in c.yaml"),
@@ -289,14 +289,14 @@ def test_problems_of_a_file(text: str, expected: str) -> None:
     ("flags", "expected"),
     [
         (["--max_step", "3"], "unknown flag --max_step; nearest: --max_steps"),
-        (["--max_steps", "three"], "'three' is of type str, given by --max_steps; wanted int"),
-        (["--max_steps"], "--max_steps needs a value"),
+        (["--max_steps", "three"], "'three' is of type str, set by --max_steps; expected int"),
+        (["--max_steps"], "--max_steps requires a value"),
         (["max_steps", "3"], "unexpected 'max_steps'"),
-        (["--lr", "1", "--learning_rate", "1"], "--learning_rate is given twice"),
-        (["--config", "a", "--config", "b"], "--config is given twice"),
+        (["--lr", "1", "--learning_rate", "1"], "--learning_rate is set twice"),
+        (["--config", "a", "--config", "b"], "--config is set twice"),
         (["--config="], "cannot be read"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
-        (["--strategy", "ddp"], "wanted 'accelerate' | 'native_fsdp' | 'megatron'"),
+        (["--strategy", "ddp"], "expected 'accelerate' | 'native_fsdp' | 'megatron'"),
         (["--no-max_steps"], "unknown flag --no_max_steps"),
         (["--extra.a.b", "1"], "unknown flag --extra.a.b"),
         (["--ddp_config", "{"], "is not YAML"),
@@ -313,7 +313,7 @@ def test_all_problems_are_told_at_once_and_the_way_out_for_own_arguments(monkeyp
     text = problem("--foo", "1", "--batch_size", "x", config_file=write("c.yaml", "bar: 1"))
     assert text.startswith("4 problems in the arguments of the script\n")
     assert [word for word in ("--foo", "batch_size", "'bar'", "TWINKLE_SEED") if word not in text] == []
-    assert text.endswith("arguments of the script's own go under extra: --extra.NAME VALUE")
+    assert text.endswith("additional arguments of the script must be below extra: --extra.NAME VALUE")
 
 
 # Args
@@ -452,9 +452,9 @@ def test_a_mistake_on_the_scripts_own_command_line_is_told_and_ends_it(
 
 
 def test_a_flag_given_twice_shows_both_values() -> None:
-    with pytest.raises(ConfigError, match=r"--batch_size is given twice \(4, then 2\); give it once"):
+    with pytest.raises(ConfigError, match=r"--batch_size is set twice \(4, then 2\); set it once"):
         CLI.from_args(["--batch_size", "4", "--batch_size", "2"])
-    with pytest.raises(ConfigError, match=r"--learning_rate is given twice, first as --lr \(1.0, then 2.0\)"):
+    with pytest.raises(ConfigError, match=r"--learning_rate is set twice, first as --lr \(1.0, then 2.0\)"):
         CLI.from_args(["--lr", "1.0", "--learning_rate", "2.0"])
 
 

@@ -83,7 +83,7 @@ def test_several_problems_are_told_apart_with_their_lines(make_plugin: Make) -> 
 )
 def test_a_plugin_for_a_newer_or_an_older_core(core: str, update: str, make_plugin: Make) -> None:
     make_plugin("acme_bad", LOSS, core=core, parts=WHOLE)
-    way = f"needs twinkle-core {core}, installed is 0.1.0; run: pip install -U 'acme_bad' or pip install {update}"
+    way = f"needs twinkle-core {core}, but 0.1.0 is installed; run: pip install -U 'acme_bad' or pip install {update}"
     assert way in told("list")
     assert f"incompatible plugin: acme_bad: plugin acme_bad 1.0 {way}" in told("doctor")
     assert way in used(PluginIncompatible)
@@ -126,7 +126,7 @@ def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugi
     assert text in used(PluginBroken)
     assert text in told("info", "AcmeLoss")
     assert {row["status"] for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"} == {"ok"}
-    promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest says ref = 'acme_bad.parts:AcmeLoss'"
+    promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest has ref = 'acme_bad.parts:AcmeLoss'"
     assert (promised in told("doctor")) == (source != "def f(:")  # nobody can tell what that would bind
 
 
@@ -160,7 +160,7 @@ def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plug
     lines = told("list").splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("acme_bad "))
     assert lines[place + 1].startswith(
-        "  a part of it needs acme-telescope>=3, acme.telescope>=3, which is not here; see"
+        "  a component requires acme-telescope>=3, acme.telescope>=3, not installed; see"
     )
     assert "lacks" in told("info", "acme_bad")
 
@@ -264,7 +264,7 @@ def test_what_was_edited_since_it_was_locked_is_no_longer_ok(frozen: Path, make_
     (folder / "parts.py").write_text(WHOLE + "# edited\n")
     for args in (("info", "AcmeLoss"), ("info", "acme_bad"), ("list",), ("doctor",)):
         text = frozen_told("plugins", *args)
-        assert "it is not as it was locked ('acme_bad/parts.py' changed)" in text, args
+        assert "its files differ from the lock ('acme_bad/parts.py' changed)" in text, args
     (plain,) = json.loads(frozen_told("plugins", "info", "acme_bad", "--json"))
     assert plain["status"] == "disabled"
 

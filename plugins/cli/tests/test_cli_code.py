@@ -81,9 +81,9 @@ def test_add_shows_what_there_is_asks_and_locks(repository: str, call: Call) -> 
         ["focal.py", str(len(LOSS)), "twinkle.loss", "-"]
     ]
     assert f"Trust {repository}? It will run with all your rights [y/N]" in asked.stdout
-    assert lines[-1].endswith("twinkle.lock: 1 written, 0 as before, 0 declined")
+    assert lines[-1].endswith("twinkle.lock: 1 written, 0 unchanged, 0 declined")
     again = call("plugins", "add", repository)
-    assert again.stdout.endswith("0 written, 1 as before, 0 declined\n")
+    assert again.stdout.endswith("0 written, 1 unchanged, 0 declined\n")
     (plain,) = json.loads(call("plugins", "info", "Focal", "--json").stdout)
     assert (Path(plain["file"]).name, plain["line"]) == ("focal.py", 5)
 
@@ -97,7 +97,7 @@ def test_a_folder_may_be_named_by_its_path(repository: str, call: Call) -> None:
 def test_nobody_who_answers_is_no_yes(repository: str, call: Call) -> None:
     result = call("plugins", "add", repository)
     assert result.exit_code == 2
-    assert "there was no answer; review the text above, then add --yes" in result.stderr
+    assert "no answer; review the text above, then add --yes" in result.stderr
     assert result.stdout.endswith("[y/N]: \n"), "the error begins on a line of its own"
     assert not Path("twinkle.lock").exists()
 
@@ -121,7 +121,7 @@ def test_what_still_leads_to_trusted_code_is_told_when_it_is_removed(repository:
     for reference in (repository, f"file://{link}"):
         assert call("plugins", "add", reference, "--yes").exit_code == 0
     told = call("plugins", "remove", f"file://{link}").stdout
-    assert f"file://{link} still leads to {repository}@" in told
+    assert f"file://{link} still resolves to {repository}@" in told
     assert f"remove that too: twinkle plugins remove {repository}\n" in told
 
 

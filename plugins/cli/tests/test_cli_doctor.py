@@ -35,7 +35,9 @@ def test_an_editable_install_whose_folder_is_gone_is_one_problem(make_plugin: Ma
     direct = tmp_path / "site" / "acme_moved-1.0.dist-info" / "direct_url.json"
     direct.write_text(json.dumps(said))
     (problem,) = found("stale editable install")
-    assert problem.startswith(f"acme_moved 1.0 was installed as editable from {gone}, which is gone -> pip install -e")
+    assert problem.startswith(
+        f"acme_moved 1.0 was installed as editable from {gone}, which no longer exists -> run pip install -e"
+    )
     assert [text for text in found("stale entry point") if "acme" in text] == []
     gone.mkdir()
     assert found("stale editable install") == []
@@ -52,8 +54,8 @@ def test_a_path_file_that_leads_nowhere_is_told(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
     monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
     assert found("stale path file") == [
-        f"{tmp_path / 'acme.pth'} puts {tmp_path / 'nowhere'} on sys.path, which is gone -> "
-        f"install what it belongs to again, or remove {tmp_path / 'acme.pth'}"
+        f"{tmp_path / 'acme.pth'} adds {tmp_path / 'nowhere'} to sys.path, which does not exist -> "
+        f"reinstall the package that it belongs to, or remove {tmp_path / 'acme.pth'}"
     ]
 
 
@@ -64,9 +66,13 @@ def test_packages_that_clash_with_ours_or_a_plugins_are_told(make_plugin: Make) 
     (info_of(kit, "other_kit") / "entry_points.txt").write_text("[console_scripts]\ntwinkle = twinkle.cli:main\n")
     assert len(found("second owner of twinkle/")) == 1
     (clash,) = found("second owner of acme_first/")
-    assert clash.startswith("other_kit 1.0 installs files into the package 'acme_first', which is acme_first's -> ")
+    assert clash.startswith(
+        "other_kit 1.0 installs files into the package 'acme_first', which belongs to acme_first -> "
+    )
     (command,) = found("second command twinkle")
-    assert "other_kit 1.0 installs a command 'twinkle', which is twinkle-cli's -> pip uninstall other_kit" in command
+    assert (
+        "other_kit 1.0 installs a command 'twinkle', which belongs to twinkle-cli -> pip uninstall other_kit" in command
+    )
     assert folder.is_dir()
 
 
@@ -232,7 +238,7 @@ def test_the_doctor_names_the_line_to_edit(make_plugin: Make) -> None:
     (problem,) = found("broken plugin")
     assert "line 8: component #1 'X'.sumary: unknown key, nearest: 'summary'" in problem
     assert "line 5: component 'X' is of the unknown kind 'los', nearest: 'loss'" in problem
-    assert f"-> edit {folder / 'twinkle-plugin.toml'}:8, or tell its author" in problem
+    assert f"-> edit {folder / 'twinkle-plugin.toml'}:8, or report it to its author" in problem
 
 
 def test_a_hook_that_does_not_exist_has_a_line_too(make_plugin: Make) -> None:
@@ -259,4 +265,4 @@ def test_problems_in_one_line_get_theirs_each(make_plugin: Make) -> None:
     (problem,) = found("broken plugin")
     assert "line 5: component 'X7' is of the unknown kind" in problem
     assert "; line 9: component 'X8' is of the unknown kind" in problem
-    assert "twinkle-plugin.toml:5, or tell" in problem
+    assert "twinkle-plugin.toml:5, or report" in problem

@@ -116,7 +116,7 @@ def test_the_options_model_is_listed_field_by_field(make_plugin: Make) -> None:
     sys.modules.pop("acme_options.focal_config")
     found = info("FocalLoss")
     assert found["options"] is None
-    assert found["options_unknown_because"] == "not known: acme_options.focal_config:Options is no pydantic model"
+    assert found["options_unknown_because"] == "unknown: acme_options.focal_config:Options is not a pydantic model"
 
 
 @pytest.mark.sample(2)
@@ -158,8 +158,8 @@ def test_nothing_of_a_plugin_for_another_core_is_imported(make_plugin: Make, tmp
     make_plugin("acme_newer", COMPONENT, core=">=7", focal=trap + FOCAL, focal_config=trap)
     found = info("FocalLoss")
     assert found["status"] == "incompatible"
-    assert found["parameters_unknown_because"] == "not known: its plugin is incompatible"
-    assert found["options_unknown_because"] == "not known: its plugin is incompatible"
+    assert found["parameters_unknown_because"] == "unknown: its plugin is incompatible"
+    assert found["options_unknown_because"] == "unknown: its plugin is incompatible"
     assert "needs twinkle-core >=7" in shown("info", "FocalLoss")
     assert not (tmp_path / "imported").exists()
 

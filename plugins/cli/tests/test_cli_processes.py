@@ -51,7 +51,7 @@ def test_the_bare_name_is_given_only_where_the_shell_finds_this_installation(
 def test_processes_are_counted_from_1() -> None:
     assert (process_count(None), process_count("1"), process_count("4")) == (1, 1, 4)
     for text in ("0", "-1", "two", ""):
-        with pytest.raises(ConfigError, match="from 1 on"):
+        with pytest.raises(ConfigError, match="processes >= 1"):
             process_count(text)
 
 
@@ -59,7 +59,7 @@ def test_processes_are_counted_from_1() -> None:
 def test_those_that_torchrun_started_start_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert process_count("2") == process_count(None) == 1
-    with pytest.raises(ConfigError, match="started 2 processes already; leave --nproc out"):
+    with pytest.raises(ConfigError, match="started 2 processes already; omit --nproc"):
         process_count("3")
 
 
@@ -111,7 +111,7 @@ def test_a_mesh_of_other_processes_says_how_many_to_start(monkeypatch: pytest.Mo
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     check_mesh(None, 3)
     check_mesh(DeviceMesh.from_sizes(fsdp_size=2), 2)
-    for processes, size, told in ((1, 2, "give --nproc 2"), (2, 3, "give --nproc 3"), (2, 1, "give no --nproc")):
+    for processes, size, told in ((1, 2, "use --nproc 2"), (2, 3, "use --nproc 3"), (2, 1, "use no --nproc")):
         with pytest.raises(ConfigError, match=told):
             check_mesh(DeviceMesh.from_sizes(fsdp_size=size), processes)
     monkeypatch.setenv("WORLD_SIZE", "2")

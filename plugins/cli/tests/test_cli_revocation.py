@@ -54,7 +54,7 @@ def test_a_private_key_is_its_owners_alone_and_is_never_replaced(call: Call, pub
     before = key.read_bytes()
     again = call("keygen", "key.pem")
     assert again.exit_code == 2
-    assert "cannot write key.pem: File exists; name a file that does not exist yet" in again.stderr
+    assert "cannot write key.pem: File exists; choose a file that does not exist yet" in again.stderr
     assert key.read_bytes() == before
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_restored_or_has_no_reason_leaves_the_list_as_it_is(call:
     for arguments, words in (
         (("--restore", "hf://acme/focal", "--restore", "hf://acme/other"), "does not revoke hf://acme/other"),
         (("hf://acme/more", "--restore", "hf://acme/other", "--reason", "bad"), "does not revoke hf://acme/other"),
-        (("hf://acme/more",), "--reason must say why the code must not run any more, got nothing"),
+        (("hf://acme/more",), "--reason must state why the code is revoked, got an empty string"),
         (("acme/more", "--reason", "bad"), "must be a pattern such as"),
     ):
         refused = revoke(call, *arguments)

@@ -266,12 +266,12 @@ def test_all_problems_are_told_at_once() -> None:
     expected = [
         "unknown flag --rank; nearest: --lora.rank",
         "unknown flag --optimiser",
-        "unexpected 'loose': every value stands behind a flag, as in --name value",
+        "unexpected 'loose': every value must follow a flag, as in --name value",
         "model.dtpye: unknown key by --config toy.yaml; nearest: model.dtype",
         "stpes: unknown key by --config toy.yaml; nearest: steps",
-        "lora.rank: given 'x' (str) by --lora.rank, wanted int: ",
-        "lr: given -1 (int) by --lr, wanted float: should be greater than 0",
-        "batch_size: given 'many' (str) by --config toy.yaml, wanted int: ",
+        "lora.rank: given 'x' (str) by --lora.rank, expected int: ",
+        "lr: given -1 (int) by --lr, expected float: should be greater than 0",
+        "batch_size: given 'many' (str) by --config toy.yaml, expected int: ",
     ]
     assert len(lines) == len(expected)
     for line, start in zip(lines, expected, strict=True):
@@ -280,13 +280,13 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_a_required_field_that_is_absent_says_how_to_give_it() -> None:
     assert problems_of("--model.dtype", "float32") == [
-        "model.id: not given, wanted str; pass --model.id or set it in the file of --config"
+        "model.id: required, expected str; pass --model.id or set it in the file of --config"
     ]
 
 
 def test_a_union_is_one_problem() -> None:
     (line,) = problems_of("--model.id", "tiny", "--slice", "{a: 1}")
-    assert line.startswith("slice: given {'a': 1} (dict) by --slice, wanted str | int | null")
+    assert line.startswith("slice: given {'a': 1} (dict) by --slice, expected str | int | null")
 
 
 def test_a_check_of_the_whole_model_is_told_in_its_own_words() -> None:
@@ -297,12 +297,12 @@ def test_a_check_of_the_whole_model_is_told_in_its_own_words() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--steps", "1", "--steps", "2"], "--steps is given twice"),
-        (["--lora", "null", "--lora.rank", "2"], "--lora already sets the whole of it"),
-        (["--lora.rank", "2", "--lora", "null"], "sets the whole of what another flag sets a part of"),
-        (["--steps"], "--steps needs a value: int"),
-        (["--runs"], "--runs needs a value"),
-        (["--name", "a", "--name", "b"], "--name is given twice"),
+        (["--steps", "1", "--steps", "2"], "--steps is set twice"),
+        (["--lora", "null", "--lora.rank", "2"], "--lora already sets all of it"),
+        (["--lora.rank", "2", "--lora", "null"], "sets all of a value that another flag sets a part of"),
+        (["--steps"], "--steps requires a value: int"),
+        (["--runs"], "--runs requires a value"),
+        (["--name", "a", "--name", "b"], "--name is set twice"),
         (["--numbers", "[1, 2"], "is not YAML"),
         (["--debug=yes"], "--debug takes no value"),
     ],
@@ -317,8 +317,8 @@ def test_flags_that_contradict_or_lack_a_value_are_refused(flags: list[str], tex
     [
         (None, "cannot be read: No such file"),
         ("a: [", "not YAML"),
-        ("- 1", "expected keys and values, found list"),
-        ("a: 1\na: 2", "key 'a' is given twice"),
+        ("- 1", "expected keys and values, got list"),
+        ("a: 1\na: 2", "key 'a' is set twice"),
     ],
 )
 def test_a_configuration_file_that_cannot_be_used_is_named(content: str | None, text: str) -> None:
@@ -341,7 +341,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     result = run("tyo")
     assert result.exit_code == 2
     assert "nearest: 'toy'" in result.stderr
-    assert "the name of the recipe comes first" in run("--steps", "3", "toy").stderr
+    assert "the first argument must be the name of a recipe" in run("--steps", "3", "toy").stderr
 
 
 @pytest.mark.parametrize(
@@ -437,8 +437,8 @@ def test_a_pattern_that_fits_several_files_is_told_apart_from_a_slip() -> None:
     for name in ("one", "two"):
         (Path("mine") / name).mkdir(parents=True)
     problems = problems_of("--model.id", "tiny", "--resume_from", "mine/one", "mine/two", "other")
-    assert problems[0].endswith("perhaps a pattern with * fits more than one: give one of them")
-    assert problems[1] == "unexpected 'other': every value stands behind a flag, as in --name value"
+    assert problems[0].endswith("a pattern with * may have matched several: pass one of them")
+    assert problems[1] == "unexpected 'other': every value must follow a flag, as in --name value"
 
 
 def test_a_run_that_goes_on_reads_its_own_configuration() -> None:

@@ -85,9 +85,8 @@ def test_what_is_not_obeyed_is_told_in_one_line_with_the_command(folder: Path, c
 def test_trust_shows_what_is_asked_for_and_nobody_who_answers_is_no_yes(folder: Path, call: Call) -> None:
     refused = call("trust", answer="y\n")
     assert refused.exit_code == 2
-    assert (
-        f"there is no terminal to ask on; read what is shown above, then run: twinkle plugins trust {folder} --yes"
-        in (refused.stderr)
+    assert f"there is no terminal to ask on; review the text above, then run: twinkle plugins trust {folder} --yes" in (
+        refused.stderr
     )
     assert "    [trust] allow = ['hf://mallory/*']\n" in refused.stdout
     assert "\x1b" not in refused.stdout
@@ -115,9 +114,7 @@ def test_a_folder_in_a_trusted_one_is_not_called_untrusted(folder: Path, call: C
     call("trust", "--yes")
     said = call("untrust", "inner")
     assert said.exit_code == 2
-    assert (
-        f"{folder}/inner is not trusted itself, but a folder around it, or one that a variable names, is" in said.stderr
-    )
+    assert f"{folder}/inner is not trusted itself, but a parent folder or one named by a variable is" in said.stderr
 
 
 def test_a_damaged_file_cannot_be_trusted(folder: Path, call: Call) -> None:

@@ -190,7 +190,7 @@ def test_a_last_batch_too_small_for_the_ranks_is_dropped_with_a_word(caplog: pyt
             loader = DataLoader(KINDS[kind](11), batch_size=8, device_mesh=mesh_of(4, 3))
             assert [len(read(loader)), len(read(loader))] == [1, 1]
         assert loader.get_state() == {"consumed_train_samples": 16}
-        assert caplog.text.count("the last 3 rows of an epoch are left out: a batch needs 4") == 1
+        assert caplog.text.count("the last 3 rows of an epoch are dropped: a batch needs 4") == 1
 
 
 def test_a_stream_that_makes_no_batch_is_an_error() -> None:

@@ -120,7 +120,7 @@ def test_a_filter_sees_raw_rows_and_says_so(caplog: pytest.LogCaptureFixture) ->
     dataset = lazy()
     dataset.map(double)
     dataset.filter(lambda row: row["i"] >= 3)
-    assert "does not see what map(double) makes of them" in caplog.text
+    assert "does not see the result of map(double)" in caplog.text
     assert dataset["i"] == [6, 8]
     with pytest.raises(DataError, match="no rows after filter"):
         dataset.filter(lambda row: False)

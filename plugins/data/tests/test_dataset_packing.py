@@ -183,7 +183,7 @@ def test_positions_of_a_row_that_is_a_pack_already_are_kept() -> None:
         ({"input_ids": [], "labels": []}, "row 1 has no tokens, so it cannot be packed"),
         (
             {"input_ids": [1] * 30, "labels": [-100] * 30},
-            "row 1 has 30 tokens and a pack holds 20; give .*max_length=30",
+            "row 1 has 30 tokens, but a pack holds 20; set max_length=30",
         ),
     ],
 )

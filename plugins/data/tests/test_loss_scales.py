@@ -156,7 +156,7 @@ def test_arguments_are_checked(make: Callable[[], Any], message: str) -> None:
 def test_a_user_turn_that_asks_is_refused_where_its_role_has_no_weight() -> None:
     messages = talk("ua")
     messages[0]["weight"] = 1
-    with pytest.raises(EncodeError, match=r"message 0 \(user\) asks to be trained .* RoleLossScale gives it none"):
+    with pytest.raises(EncodeError, match=r"message 0 \(user\) requests training .* RoleLossScale gives it weight 0"):
         texts(RoleLossScale(), messages)
 
 

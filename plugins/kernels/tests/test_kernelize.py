@@ -235,7 +235,7 @@ def test_without_a_kernel_for_the_device_the_layer_stays_and_that_is_said_once(c
         kernelize(found, {Scale: {"cuda": ForCuda, "npu": ForCuda}})
     assert torch.equal(found["one"](X), 2 * X + 1)
     assert [r.getMessage() for r in caplog.records] == [
-        "kernelize: Scale stays as it is: there is no kernel for cpu, only for cuda, npu"
+        "kernelize: Scale is unchanged: there is no kernel for cpu, only for cuda, npu"
     ]
     unkernelize(found)
 

@@ -138,7 +138,7 @@ class TestWhere:
         made = tokenizer("qwen3_5")
         template = Template(tokenizer=made, max_length=None)
         row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a </think> b"}]}
-        with pytest.raises(EncodeError, match="cannot be found in what the chat template makes of the conversation"):
+        with pytest.raises(EncodeError, match="cannot be located in the rendered conversation"):
             template.encode(row)
         with apply_context(template, Qwen3ChatTemplate):
             assert "a </think> b" in template.decode(template.encode(row)["input_ids"])

@@ -171,5 +171,5 @@ class TestRefused:
     def test_together_with_another_patch_of_forward(self, build: Any) -> None:
         model = build()
         apply_patch(model, TransformersFusedCEPatch)
-        with pytest.raises(PatchError, match=r"TransformersEmbeddingPatch wants to replace LlamaForCausalLM\.forward"):
+        with pytest.raises(PatchError, match=r"TransformersEmbeddingPatch cannot replace LlamaForCausalLM\.forward"):
             apply_patch(model, "TransformersEmbeddingPatch")

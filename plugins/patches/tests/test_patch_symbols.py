@@ -213,7 +213,7 @@ class TestEdits:
     @pytest.mark.parametrize(("first", "second"), [("Star", "Whole"), ("Whole", "Star")])
     def test_an_edit_and_a_replacement_do_not(self, named: Any, first: str, second: str) -> None:
         apply_patch(named, getattr(self, first))
-        with pytest.raises(PatchError, match=f"{second} wants to replace .*{first} has replaced"):
+        with pytest.raises(PatchError, match=f"{second} cannot replace .*{first} has replaced"):
             apply_patch(named, getattr(self, second))
         undo_patch(named, getattr(self, first))
         assert named.name == "n"

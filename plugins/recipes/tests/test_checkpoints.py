@@ -63,7 +63,7 @@ def test_a_checkpoint_is_found_by_run_folder_pointer_or_name(tmp_path: Path) -> 
 
 def test_a_place_without_a_checkpoint_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="give a run folder"):
+    with pytest.raises(CheckpointError, match="use a run folder"):
         find_checkpoint(str(tmp_path))
 
 
@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there_is_told_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="nope: there is no such folder; give a run folder"):
+    with pytest.raises(CheckpointError, match="nope: there is no such folder; use a run folder"):
         find_checkpoint("nope")
     for name in range(7):
         (tmp_path / "runs" / f"sft-{name}").mkdir(parents=True)

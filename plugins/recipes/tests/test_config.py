@@ -127,5 +127,5 @@ def test_a_scheduler_hears_of_the_length_of_the_run_where_it_asks() -> None:
     wanted = {"num_warmup_steps": 2, "num_training_steps": 40}
     assert lengths_of(SFTConfig(scheduler=SchedulerConfig(name="LinearWarmupScheduler")), 40) == wanted
     assert lengths_of(SFTConfig(scheduler=SchedulerConfig(name="ConstantLR")), 40) == {}
-    with pytest.raises(ConfigError, match="warmup_steps is 3, but ConstantLR does not warm up"):
+    with pytest.raises(ConfigError, match="warmup_steps is 3, but ConstantLR has no warm-up"):
         lengths_of(SFTConfig(scheduler=SchedulerConfig(name="ConstantLR", warmup_steps=3)), 40)

@@ -84,7 +84,7 @@ def test_of_all_parameters_a_frozen_copy_is_the_reference(values: dict[str, Any]
 def test_another_loss_is_a_change_of_the_configuration(values: dict[str, Any], loss: str) -> None:
     folder, _ = run_recipe("dpo", values, max_steps=2, loss={"name": loss})
     assert lines(folder)[1]["loss"] < lines(folder)[0]["loss"]
-    with pytest.raises(ConfigError, match=rf"reference.cache is given, but the loss {loss} takes no reference"):
+    with pytest.raises(ConfigError, match=rf"reference.cache is set, but the loss {loss} takes no reference"):
         run_recipe("dpo", values, loss={"name": loss}, reference={"cache": True})
 
 
@@ -118,7 +118,7 @@ def test_rows_that_are_no_pairs_are_refused(values: dict[str, Any]) -> None:
     Path("chat.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
     )
-    with pytest.raises(DataError, match=r"row 0 \(line 1\): there is no .positive.*PreferenceProcessor does"):
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): there is no .positive.*example PreferenceProcessor"):
         run_recipe("dpo", {**values, "data": {"id": "chat.jsonl", "eval_fraction": 0, "preprocessor": None}})
 
 
@@ -126,7 +126,7 @@ def test_an_answer_of_which_nothing_is_trained_is_refused_before_the_first_step(
     with pytest.raises(DataError, match="rejected"):
         run_recipe("dpo", {**values, "data": rows_file({"prompt": "two?", "chosen": "yes", "rejected": " "})})
     long = rows_file({"prompt": "why? " * 60, "chosen": "so", "rejected": "no"})
-    with pytest.raises(DataError, match=r"row 1 .line 2.: no token of 'positive' is trained.*behind max_length 256"):
+    with pytest.raises(DataError, match=r"row 1 .line 2.: no token of 'positive' is trained.*beyond max_length 256"):
         run_recipe("dpo", {**values, "data": long})
     folder, _ = run_recipe("dpo", {**values, "data": {**long, "truncation": "delete"}, "max_steps": 1})
     assert lines(folder)[0]["step"] == 1

@@ -86,7 +86,7 @@ def test_texts_that_are_none_are_told_with_their_row(values: dict[str, Any], row
 
 
 def test_a_batch_that_is_compared_whole_is_not_cut(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"micro_batch_size 3 cuts a batch.*use_batch false"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size 3 splits a batch.*use_batch false"):
         run_recipe("embedding", values, micro_batch_size=3)
     folder, _ = run_recipe(
         "embedding", values, micro_batch_size=3, max_steps=1, loss={"args": {"use_batch": False}}, eval_every=0

@@ -138,7 +138,7 @@ def test_prompts_without_answers_do_on_policy_and_are_refused_off_policy(values:
     values |= {"data": {"id": "prompts.jsonl", "eval_fraction": 0}, "max_steps": 1}
     folder, _ = run_recipe("gkd", values, on_policy=1)
     assert lines(folder)[0]["answers"] == 4
-    with pytest.raises(EncodeError, match=r"row 0 has no answer, and with on_policy 0\.5"):
+    with pytest.raises(EncodeError, match=r"row 0 has no answer, but with on_policy 0\.5"):
         run_recipe("gkd", values, on_policy=0.5)
     with pytest.raises(ValueError, match="teacher"):
         DistillationConfig.model_validate({"on_policy": 0.5})

@@ -317,11 +317,11 @@ def test_prompts_without_room_are_found_before_the_first_step(values: dict[str, 
     Path("prompts.jsonl").write_text((json.dumps(row) + "\n") * 3)
     with pytest.raises(EncodeError, match=r"prompts\.jsonl"):
         train(values, data={"eval_fraction": 0})
-    with pytest.raises(DataError, match="the model has no room behind it"):
+    with pytest.raises(DataError, match="which leaves no room for an answer"):
         train(values, data={"eval_fraction": 0, "max_length": 2000})
     assert list(Path("runs").iterdir()) == []
 
 
 def test_a_stream_has_no_rows_to_go_back_to(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="the recipe grpo needs rows with numbers"):
+    with pytest.raises(ConfigError, match="the recipe grpo needs indexed rows"):
         train(values, data={"type": "IterableDataset"})

@@ -61,19 +61,29 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recipe", "changes", "error", "told"),
     [
-        ("grpo", {"loss": {"name": "CrossEntropyLoss"}}, ArgumentError, "gives its loss old_logps, advantages, but"),
+        (
+            "grpo",
+            {"loss": {"name": "CrossEntropyLoss"}},
+            ArgumentError,
+            "passes old_logps, advantages to its loss, but",
+        ),
         ("grpo", {"advantage": {"name": "GAEAdvantage"}}, ArgumentError, "scale is 'group'; it is 'batch' or 'none'"),
-        ("grpo", {"data": {"type": "PackingDataset"}}, ConfigError, "PackingDataset puts several rows into one"),
-        ("dpo", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe dpo needs each by itself"),
+        ("grpo", {"data": {"type": "PackingDataset"}}, ConfigError, "PackingDataset packs several rows into one"),
+        ("dpo", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe dpo needs separate rows"),
         ("dpo", {"loss": {"name": "CrossEntropyLoss"}}, ConfigError, "CrossEntropyLoss does not compare pairs"),
-        ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs each by itself"),
-        ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "gives its loss teacher_logits, but 'DPOLoss'"),
-        ("gkd", {"teacher": {"topk": 300}}, ConfigError, "teacher.topk 300 is more than the 264 tokens"),
+        ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs separate rows"),
+        ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "passes teacher_logits to its loss, but 'DPOLoss'"),
+        (
+            "gkd",
+            {"teacher": {"topk": 300}},
+            ConfigError,
+            "teacher.topk must be at most the vocabulary size, 264, got 300",
+        ),
         (
             "embedding",
             {"data": {"type": "LazyDataset"}},
             ConfigError,
-            "encodes groups of texts beforehand",
+            "encodes groups of texts in advance",
         ),
         ("gkd", {"teacher": {"type": "TransformersModl"}, "model": {"id": "nowhere"}}, ComponentNotFound, "Modl"),
     ],
@@ -113,10 +123,10 @@ def test_values_that_mean_nothing(config: Any, values: dict[str, Any], told: str
 @pytest.mark.parametrize("on_policy", [0.5, 1.0])
 def test_a_question_that_the_student_cannot_answer(values: dict[str, Any], on_policy: float) -> None:
     values["gkd"]["data"] = talks("one?", "", "two?")
-    with pytest.raises(EncodeError, match=r"talks\.jsonl, row 1 \(line 2\): there is nothing before the answer"):
+    with pytest.raises(EncodeError, match=r"talks\.jsonl, row 1 \(line 2\): there is no prompt before the answer"):
         run_recipe("gkd", values["gkd"], on_policy=on_policy)
     values["gkd"]["data"] = talks("one?", "a" * 700, "two?" * 20)
-    with pytest.raises(DataError, match="its longest prompt has 719 tokens, and the model has no room behind it"):
+    with pytest.raises(DataError, match="its longest prompt has 719 tokens, which leaves no room for an answer"):
         run_recipe("gkd", values["gkd"], on_policy=on_policy)
     assert list(Path("runs").iterdir()) == []
 

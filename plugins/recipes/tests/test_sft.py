@@ -399,7 +399,7 @@ def test_rows_with_gaps_are_warned_of(values: dict[str, Any], tmp_path: Path, ca
     (tmp_path / "gaps.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
     train(values, data={"id": "gaps.jsonl", "eval_fraction": 0}, max_steps=1)
     (warned,) = [record.getMessage() for record in caplog.records if "{{" in record.getMessage()]
-    assert "its rows hold {{AUTHOR}} and {{NAME}}, which the model would learn as it stands" in warned
+    assert "its rows contain {{AUTHOR}} and {{NAME}}, which the model would learn literally" in warned
 
 
 @pytest.mark.full
@@ -416,7 +416,7 @@ def test_a_finished_run_has_nothing_left_to_do(values: dict[str, Any], capsys: p
     capsys.readouterr()
     _, again = train(values, max_steps=2, questions=["say 1"], resume_from=str(folder))
     assert again == first
-    assert "all 2 steps are done and the result is saved; there is nothing left to do" in capsys.readouterr().out
+    assert "all 2 steps are done and the result is saved; nothing to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 

@@ -49,7 +49,7 @@ def test_a_run_that_goes_on_keeps_every_key_that_decides_its_numbers(
     with pytest.raises(ConfigError) as caught:
         whole_run(changed(run, **changes))
     assert told in str(caught.value)
-    assert "leave them as they were" in str(caught.value)
+    assert "restore them" in str(caught.value)
     helps = (changes, told) in DATA
     assert (f"--resume_from {run}/checkpoints/step-4" in str(caught.value)) == helps
 
@@ -99,7 +99,7 @@ def test_a_run_that_does_not_say_how_it_began_cannot_go_on(run: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read"):
             whole_run(changed(run))
     (run / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="start afresh from the checkpoint"):
+    with pytest.raises(ConfigError, match="start a new run from the checkpoint"):
         whole_run(changed(run))
     alone = changed(run / "checkpoints" / "step-4", epochs=9)
     assert whole_run(alone) == alone

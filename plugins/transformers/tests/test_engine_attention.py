@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
-from twinkle_transformers.sampling.runner import AttentionMetadata, CacheScope, Stretch
+from twinkle_transformers.sampling.runner import AttentionMetadata, CacheScope, TokenSpan
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -26,10 +26,10 @@ def store_of(slots, capacity, seed=0):
     return store
 
 
-def by_hand(q, keys, values, stretches, *, scale, window, softcap, sinks):
+def by_hand(q, keys, values, token_spans, *, scale, window, softcap, sinks):
     """Every token alone, in float64, from the store as it is after writing."""
     out = torch.zeros(len(q), HEADS, values.shape[-1], dtype=torch.float64)
-    for stretch in stretches:
+    for stretch in token_spans:
         for n in range(stretch.count):
             row, last = stretch.first + n, stretch.start + n
             first = 0 if window is None else max(0, last - window + 1)
@@ -79,8 +79,8 @@ RULES = {
 )  # fmt: skip
 def test_a_step_attends_as_each_token_alone(name, rule):
     found, padding = case(name)
-    stretches = [Stretch(*values) for values in found]
-    total = sum(s.count for s in stretches) + padding
+    token_spans = [TokenSpan(*values) for values in found]
+    total = sum(s.count for s in token_spans) + padding
     store = store_of(20, 40)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(total, HEADS, SIZE, generator=generator)
@@ -88,11 +88,11 @@ def test_a_step_attends_as_each_token_alone(name, rule):
     v = torch.randn(total, GROUPS, SIZE - 2, generator=generator)
     options = {"scale": 0.6, "window": None, "softcap": None, "sinks": None} | RULES[rule]
     before = store.keys[0].clone()
-    scope = CacheScope(AttentionMetadata(stretches, total, torch.device("cpu")), store, NoSwitch(), None)
+    scope = CacheScope(AttentionMetadata(token_spans, total, torch.device("cpu")), store, NoSwitch(), None)
     out = scope.attend(torch.nn.Identity(), q, k, v, **options, dropout=0.0)
-    expected = by_hand(q, store.keys[0], store.values[0], stretches, **options)
+    expected = by_hand(q, store.keys[0], store.values[0], token_spans, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    for stretch in stretches:
+    for stretch in token_spans:
         assert torch.equal(
             store.keys[0][stretch.slot, :, stretch.start : stretch.stop], k[stretch.rows].transpose(0, 1)
         )
@@ -101,10 +101,10 @@ def test_a_step_attends_as_each_token_alone(name, rule):
 
 
 def test_lengths_that_lie_far_apart_are_served_apart():
-    stretches = [Stretch(*values) for values in case("very uneven decode")[0]]
-    spans = AttentionMetadata(stretches, len(stretches), torch.device("cpu")).spans
-    assert [(span.slots.start, span.slots.stop) for span in spans] == [(0, 1), (1, 2), (2, 4), (4, 5)]
-    assert max(span.longest for span in spans if span.slots.start != 1) <= 4
+    token_spans = [TokenSpan(*values) for values in case("very uneven decode")[0]]
+    slot_ranges = AttentionMetadata(token_spans, len(token_spans), torch.device("cpu")).slot_ranges
+    assert [(span.slots.start, span.slots.stop) for span in slot_ranges] == [(0, 1), (1, 2), (2, 4), (4, 5)]
+    assert max(span.longest for span in slot_ranges if span.slots.start != 1) <= 4
 
 
 def test_a_store_keeps_what_fits_when_it_is_resized():

@@ -304,7 +304,7 @@ def test_sampling_whole_decodes_as_many_at_once_as_fit(folder: Path, monkeypatch
     found = narrow.sample(rows, params)
     assert widths == [3]
     assert [[s.tokens for s in r.sequences] for r in found] == [[s.tokens for s in r.sequences] for r in wanted]
-    with pytest.raises(CapacityError, match=r"row 1: 36 tokens need about .* MiB, and the sampler may take"):
+    with pytest.raises(CapacityError, match=r"row 1: 36 tokens need about .* MiB, but the sampler may use"):
         TorchSampler(folder, cache_bytes=one - 1).sample(rows, params)
 
 

@@ -58,7 +58,7 @@ def test_requests_wait_in_their_order_when_there_is_no_room(folder):
     roomy = sampler_of(folder)
     params = {"temperature": 0, "max_tokens": 20, "stop": []}
     expected = tokens_of(roomy.sample(rows(), params))
-    store = roomy._service.engine.room.store
+    store = roomy._service.engine.kv_manager.store
     sampler = sampler_of(folder, cache_bytes=130 * store.token_bytes, prefix_cache_bytes=0)
     handles = [sampler.submit(row, params) for row in rows()]
     finished = []
@@ -74,7 +74,7 @@ def test_requests_wait_in_their_order_when_there_is_no_room(folder):
 def test_what_can_never_fit_is_refused_with_how_much_and_why(folder):
     sampler = sampler_of(folder, cache_bytes=20 * 512)
     assert sampler._service.engine.longest == 20
-    with pytest.raises(CapacityError, match=r"row 1: 27 tokens need 0\.0 MiB .*\(512 bytes a token\).* room for 20"):
+    with pytest.raises(CapacityError, match=r"row 1: 27 tokens need .*\(512 bytes per token\).* enough for 20"):
         sampler.sample(rows(PROMPTS[:2]), {"max_tokens": 7})
     (response,) = sampler.sample(rows(PROMPTS[:1]), {"temperature": 0, "stop": []})
     assert len(response.sequences[0].tokens) == 18  # nobody said how many, so as many as fit
@@ -104,10 +104,10 @@ def test_a_cancelled_request_keeps_what_it_has_and_gives_its_slot_back(folder):
     assert sequence.stop_reason == "abort"
     assert sequence.tokens == some == expected[0][0][:4]
     assert sequence.new_input_feature["input_ids"] == PROMPTS[0] + some
-    assert len(sampler._service.engine.room.places) == 1
+    assert len(sampler._service.engine.kv_manager.slots) == 1
     assert tokens_of([second.result()]) == expected[1:]
-    assert not sampler._service.engine.room.places
-    assert sampler._service.engine.room.store.bytes == 0
+    assert not sampler._service.engine.kv_manager.slots
+    assert sampler._service.engine.kv_manager.store.bytes == 0
     first.cancel()
 
 
@@ -153,7 +153,7 @@ def test_a_step_that_fails_for_one_request_serves_the_others(folder, monkeypatch
     with pytest.raises(RuntimeError, match="no memory"):
         handles[2].result()
     assert tokens_of([handles[n].result() for n in (0, 1, 3)]) == expected
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots
 
 
 def test_a_tokenizer_that_fails_on_one_text_fails_one_request(folder):
@@ -195,7 +195,7 @@ def test_an_interrupt_of_whoever_drives_loses_nobodys_request(folder, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         sampler.sample(rows(PROMPTS[:1]), params)
     assert tokens_of([other.result()]) == expected[1:]
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots
 
 
 @pytest.mark.full

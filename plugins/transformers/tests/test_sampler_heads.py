@@ -137,7 +137,7 @@ def test_those_that_wait_go_on_when_the_one_that_is_read_ends(
     if end == "failed":
         with pytest.raises(RuntimeError, match="this once"):
             handles[0].result()
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots
 
 
 @pytest.mark.sample(2)

@@ -41,13 +41,13 @@ def test_answers_are_those_of_each_prompt_alone_whatever_comes_and_goes(folder: 
     draw = random.Random(number)
     limits = {"max_batch_size": 16, "cache_bytes": 280 * 512, "prefix_cache_bytes": draw.choice([0, 3 * 16 * 512])}
     sampler = sampler_of(folder, prefill_tokens=draw.choice([7, 50]), **limits)
-    room = sampler._service.engine.room
+    manager = sampler._service.engine.kv_manager
     wanted = []
     for ids, params in arrivals(draw):
         wanted.append((ids, params, sampler.submit(rows([ids])[0], params)))
         for _ in range(draw.randrange(12)):
             sampler.step()
-            assert room.store.bytes <= room.budget
+            assert manager.store.bytes <= manager.budget
         if draw.random() < 0.3:
             draw.choice(wanted)[2].cancel()
     plain = sampler_of(folder, max_batch_size=1, prefix_cache_bytes=0)
@@ -58,8 +58,8 @@ def test_answers_are_those_of_each_prompt_alone_whatever_comes_and_goes(folder: 
             tokens[: len(s.tokens)] if s.stop_reason == "abort" else tokens
             for s, tokens in zip(found, whole, strict=True)
         ]
-    assert not room.places
-    assert not room.store.bytes
+    assert not manager.slots
+    assert not manager.store.bytes
 
 
 def test_a_store_at_its_limit_keeps_what_runs_whole(folder: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_store_at_its_limit_keeps_what_runs_whole(folder: Path) -> None:
     running = sampler.submit(rows([[1, 2, 3, 4]])[0], {**GREEDY, "max_tokens": 27})
     for _ in range(20):
         next(drawn)
-    assert sampler._service.engine.room.store.capacity > 64
+    assert sampler._service.engine.kv_manager.store.capacity > 64
     large.cancel()
     assert len(running._request.result.drafts[0].tokens) == 20
     several = sampler.submit(rows([[9, 8, 7, 6, 5]])[0], {**GREEDY, "max_tokens": 20}, num_samples=4)
@@ -82,7 +82,7 @@ def test_a_store_at_its_limit_keeps_what_runs_whole(folder: Path) -> None:
 
 def test_a_store_grows_at_once_for_all_that_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of(folder, max_batch_size=20, prefix_cache_bytes=0)
-    store = sampler._service.engine.room.store
+    store = sampler._service.engine.kv_manager.store
     shapes = []
     resize = store.resize
 
@@ -99,17 +99,17 @@ def test_a_store_grows_at_once_for_all_that_wait(folder: Path, monkeypatch: pyte
 
 
 def test_a_sequence_without_keys_and_values_may_be_moved() -> None:
-    room = KVCacheManager(KVCache([LayerShape((1, 2), (1, 2), torch.float32)], CPU), 1 << 20, 8)
-    places = [room.take(a_request()) for _ in range(3)]
-    room.prepare(5)
-    room.store.keys[0][2] = 7
-    last = room.take(a_request())
-    room.leave(places[0])
-    room.leave(places[1])
-    room.prepare(5)
-    assert sorted(place.slot for place in room.places) == [0, 1]
-    assert bool((room.store.keys[0][places[2].slot] == 7).all())
-    assert last.slot != places[2].slot
+    manager = KVCacheManager(KVCache([LayerShape((1, 2), (1, 2), torch.float32)], CPU), 1 << 20, 8)
+    slots = [manager.allocate(a_request()) for _ in range(3)]
+    manager.ensure_capacity(5)
+    manager.store.keys[0][2] = 7
+    last = manager.allocate(a_request())
+    manager.free(slots[0])
+    manager.free(slots[1])
+    manager.ensure_capacity(5)
+    assert sorted(slot.index for slot in manager.slots) == [0, 1]
+    assert bool((manager.store.keys[0][slots[2].index] == 7).all())
+    assert last.index != slots[2].index
 
 
 def test_a_store_without_memory_for_all_its_layers_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupt_while_a_prompt_is_copied_leaves_no_slot_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = sampler_of(folder, max_batch_size=2, prefix_cache_bytes=0)
-    store = sampler._service.engine.room.store
+    store = sampler._service.engine.kv_manager.store
     params = {"max_tokens": 4, "seed": 1, "stop": []}
     expected = tokens_of(sampler.sample(rows([[1, 2, 3, 4, 5]]), params, num_samples=5))
     copy = store.copy
@@ -155,4 +155,4 @@ def test_an_interrupt_while_a_prompt_is_copied_leaves_no_slot_behind(
     other = sampler.submit(rows([[9, 9]])[0], params)
     assert tokens_of([several.result()]) == expected
     other.result()
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots

@@ -36,9 +36,9 @@ def test_a_stream_that_is_closed_stops_its_request(folder):
     sampler = sampler_of(folder)
     stream = sampler.sample_stream(rows()[0], {"max_tokens": 30, "temperature": 0, "stop": []})
     next(stream)
-    assert len(sampler._service.engine.room.places) == 1
+    assert len(sampler._service.engine.kv_manager.slots) == 1
     stream.close()
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots
 
 
 def test_a_stream_takes_one_input_and_one_sample(folder):
@@ -105,7 +105,7 @@ def test_random_arrivals_cancels_and_sizes_leave_every_request_as_it_is_alone(fo
                 assert ours.stop_reason == theirs.stop_reason
                 assert (ours.logprobs is None) == (theirs.logprobs is None)
     assert cancelled
-    assert not sampler._service.engine.room.places
+    assert not sampler._service.engine.kv_manager.slots
 
 
 def _some_steps(handles):

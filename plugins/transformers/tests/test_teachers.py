@@ -100,7 +100,7 @@ def test_what_cannot_be_asked_for_is_refused(folders: Any, rows: Any, many: bool
             ArgumentError, match=f"topk_logprobs must be an integer of at least 1, or None, got {count}"
         ):
             model.forward_only(inputs=rows, topk_logprobs=count, **options)
-    with pytest.raises(ArgumentError, match="the 300 most probable of 264 tokens were asked for"):
+    with pytest.raises(ArgumentError, match="the 300 most probable tokens were requested"):
         model.forward_only(inputs=rows, topk_logprobs=300, **options)
     bare = [{"input_ids": row["input_ids"]} for row in rows]
     for given, task in ((bare, "causal_lm"), (rows, "embedding")):

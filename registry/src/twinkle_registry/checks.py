@@ -1,4 +1,4 @@
-"""Checks that an object fits the contract of its kind, and arguments the signature, before either is used."""
+"""Checks objects against the contract of their kind, and arguments against a signature, before they are used."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _NOT_MEMBERS = frozenset(
 )
 
 
-def check_contract(component: Any, contract: Any, *, asked: str) -> Any:
+def check_contract(component: Any, contract: Any, *, context: str) -> Any:
     """Return `component` if it is an instance, a subclass or, where the contract is callable, a function.
 
     Args:
         component: The object to check.
         contract: A class, or None: then any class, function or instance passes.
-        asked: How the error names the request.
+        context: How the error names the request.
 
     Raises:
         ComponentTypeError: It does not fit; the text says what is missing.
     """
     if component is None:
-        raise ComponentTypeError(f"{asked} is None; {_wanted(contract)}")
+        raise ComponentTypeError(f"{context} is None; {_expected(contract)}")
     if contract is None or not isinstance(contract, type):
         return component
     if isinstance(component, _FUNCTIONS) and is_callable_contract(contract):
@@ -50,14 +50,14 @@ def check_contract(component: Any, contract: Any, *, asked: str) -> Any:
     protocol = getattr(contract, "_is_protocol", False)
     problem = _protocol_problem(component, contract) if protocol else _class_problem(component, contract)
     if problem:
-        raise ComponentTypeError(f"{asked} is {_shown(component)}, {problem}; {_wanted(contract)}")
+        raise ComponentTypeError(f"{context} is {_shown(component)}, {problem}; {_expected(contract)}")
     return component
 
 
 def fits(component: Any, contract: Any) -> bool:
     """Return whether `check_contract` accepts the object."""
     try:
-        check_contract(component, contract, asked="")
+        check_contract(component, contract, context="")
     except ComponentTypeError:
         return False
     return True
@@ -107,7 +107,7 @@ def _defines(cls: type, member: str) -> bool:
     return any(vars(base).get(member) is not None for base in cls.__mro__[:-1])
 
 
-def _wanted(contract: Any) -> str:
+def _expected(contract: Any) -> str:
     if not isinstance(contract, type):
         return "pass a class, a function, an instance or a name"
     function = ", a function" if is_callable_contract(contract) else ""
@@ -151,7 +151,7 @@ def check_keywords(
         args: The positional arguments of the call.
         partial: More arguments follow later, so missing ones are not an error.
     """
-    import inspect  # not needed for `twinkle --help`, whose time counts
+    import inspect  # deferred: `twinkle --help` must start fast
 
     try:
         signature = inspect.signature(callable)
@@ -171,9 +171,9 @@ def _text(name: str, signature: inspect.Signature) -> str:
     text = str(signature.replace(return_annotation=signature.empty))
     if len(text) <= _LONG:
         return f"Its signature is {name}{text}"
-    known = list(signature.parameters)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return f"{name} takes {', '.join(known[:_SHOWN])}{more}"
+    parameters = list(signature.parameters)
+    more = f" and {len(parameters) - _SHOWN} more" if len(parameters) > _SHOWN else ""
+    return f"{name} takes {', '.join(parameters[:_SHOWN])}{more}"
 
 
 def _keywords(signature: inspect.Signature) -> list[str]:
@@ -201,11 +201,11 @@ def _surplus(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     problems = []
     if len(args) > len(places) and not takes_any:
-        problems.append(f"{len(args)} positional arguments given, at most {len(places)} taken")
+        problems.append(f"at most {len(places)} positional arguments are accepted, got {len(args)}")
     by_keyword = set(_keywords(signature))
-    twice = [name for name in places[: len(args)] if name in kwargs and name in by_keyword]
-    if twice:
-        problems.append(f"given twice: {quoted(twice)}")
+    duplicates = [name for name in places[: len(args)] if name in kwargs and name in by_keyword]
+    if duplicates:
+        problems.append(f"both positional and keyword: {quoted(duplicates)}")
     return problems
 
 
@@ -215,11 +215,11 @@ def _missing(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
     for p in signature.parameters.values():
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             place += 1
-            given = place <= len(args) or (p.kind is not p.POSITIONAL_ONLY and p.name in kwargs)
+            is_passed = place <= len(args) or (p.kind is not p.POSITIONAL_ONLY and p.name in kwargs)
         elif p.kind is p.KEYWORD_ONLY:
-            given = p.name in kwargs
+            is_passed = p.name in kwargs
         else:
             continue
-        if not given and p.default is p.empty:
+        if not is_passed and p.default is p.empty:
             missing.append(p.name)
     return [f"missing argument {quoted(missing)}"] if missing else []

@@ -1,4 +1,4 @@
-"""Errors for a name that does not resolve to one component: what was asked, what exists, what to do."""
+"""Errors for a name that does not resolve to one component: the request, the alternatives and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SpecsByName = Mapping[str, Sequence[ComponentSpec]]
 
 def not_found(
     *,
-    asked: str,
+    requested: str,
     dist: str,
     name: str,
     kind: str,
@@ -31,20 +31,20 @@ def not_found(
     for record in unusable:
         offers = _offers(record, name, kind, by_kind)
         if offers or dist:
-            return _unusable(record, f"{kind} {asked!r}", offers=offers)
+            return _unusable(record, f"{kind} {requested!r}", offers=offers)
     if dist and not records:
         plugins = {spec.dist for by_name in by_kind.values() for specs in by_name.values() for spec in specs}
         return ComponentNotFound(
-            f"{kind} {asked!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
+            f"{kind} {requested!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
             + (elsewhere or "if it is a package that you trust, install it first")
         )
     here = by_kind.get(kind, {})
     names = [n for n, specs in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in specs)]
     offered = f"plugin {dist!r} offers no such {kind}" if dist else "no installed plugin offers it"
-    hints = [offered, nearest_or_all(name, names), *_hints(asked, name, kind, by_kind)]
+    hints = [offered, nearest_or_all(name, names), *_hints(requested, name, kind, by_kind)]
     hints += _may_offer([record for record in unusable if record.manifest is None])
     hints += [elsewhere] if elsewhere else []
-    return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
+    return ComponentNotFound(f"{kind} {requested!r}: " + "; ".join(hints))
 
 
 def export_not_found(module: str, name: str, records: Iterable[PluginRecord], elsewhere: str) -> TwinkleError:
@@ -91,14 +91,14 @@ def _is(record: PluginRecord, dist: str) -> bool:
 
 
 def _offers(record: PluginRecord, name: str, kind: str, kinds: Iterable[str]) -> bool:
-    """Return whether a plugin would offer the name; an unknown kind in its manifest is taken for this kind."""
+    """Return whether a plugin would offer the name; a component of an unknown kind counts as one of this kind."""
     return record.manifest is not None and any(
         spec.name == name and (spec.kind == kind or spec.kind not in kinds) for spec in record.manifest.components
     )
 
 
 def _may_offer(unread: Sequence[PluginRecord]) -> list[str]:
-    """Return hints to unreadable plugins that may offer a name; the doctor has the full reasons, which may be long."""
+    """Return hints to unreadable plugins that may offer a name; `twinkle plugins doctor` prints the full reasons."""
     refused = [record for record in unread if isinstance(record.cause, NotTrusted)]
     hints = [f"{record.dist} may offer it, but {record.reason}" for record in refused[:1]]
     if names := [record.dist for record in unread if record not in refused[:1]]:
@@ -107,8 +107,8 @@ def _may_offer(unread: Sequence[PluginRecord]) -> list[str]:
     return hints
 
 
-def _unusable(record: PluginRecord, asked: str, *, offers: bool) -> TwinkleError:
-    text = f"{asked}: plugin {record.name} {'offers it but ' if offers else ''}is {record.status}: {record.reason}"
+def _unusable(record: PluginRecord, context: str, *, offers: bool) -> TwinkleError:
+    text = f"{context}: plugin {record.name} {'offers it but ' if offers else ''}is {record.status}: {record.reason}"
     errors = {"broken": PluginBroken, "incompatible": PluginIncompatible}
     refused = isinstance(record.cause, NotTrusted)
     error: TwinkleError = NotTrusted(text) if refused else errors.get(record.status, ComponentNotFound)(text)
@@ -116,9 +116,9 @@ def _unusable(record: PluginRecord, asked: str, *, offers: bool) -> TwinkleError
     return error
 
 
-def _hints(asked: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName]) -> list[str]:
+def _hints(requested: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName]) -> list[str]:
     hints = [f"but {name!r} is of kind {other}" for other, specs in by_kind.items() if other != kind and name in specs]
-    module, dot, attr = asked.rpartition(".")
-    if dot and module and all(part.isidentifier() for part in asked.split(".")):
+    module, dot, attr = requested.rpartition(".")
+    if dot and module and all(part.isidentifier() for part in requested.split(".")):
         hints.append(f"if it is a Python path, write '{module}:{attr}'")
     return hints

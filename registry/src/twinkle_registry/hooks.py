@@ -1,7 +1,7 @@
-"""The pluggy side: the markers `hookspec` and `hookimpl`, the private plugin manager, and calls of lifecycle hooks.
+"""Hooks on top of pluggy: the markers `hookspec` and `hookimpl`, the plugin manager, and calls of lifecycle hooks.
 
-Manifests become small synthetic plugins; hook modules and live objects join them. In a lifecycle call every
-implementation is called, and the error of one never reaches another.
+Each manifest is registered as a small synthetic plugin, beside hook modules and live objects. A lifecycle call calls
+every implementation; an error of one does not affect the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PluginSet:
         return by_name
 
     def argument_names(self, hook: str) -> tuple[str, ...]:
-        """Return what the hook spec passes to an implementation."""
+        """Return the arguments that the hook spec passes to an implementation."""
         caller = self._hook(hook)
         return tuple(caller.spec.argnames) if caller and caller.spec else ()
 
@@ -178,8 +178,8 @@ class HookResult:
     """The outcome of one call of a hook.
 
     Attributes:
-        results: What each implementation returned (often None), by name of the plugin, in the order of the calls.
-        errors: What the others raised; a plugin that could not be imported is listed once.
+        results: Return value of each implementation (often None), by name of the plugin, in the order of the calls.
+        errors: Exceptions of the other implementations; a plugin that could not be imported is listed once.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class HookCall:
             raise ArgumentError(f"hook {self.name}: missing argument {quoted(missing)}")
 
     def _report(self, plugin: str, error: Exception) -> None:
-        # A notifier that fails at every step would fill the log with one traceback.
+        # A notifier that fails at every step would fill the log with the same traceback.
         first = plugin not in self._reported
         self._reported.add(plugin)
         text = "%s: plugin %s raised %s: %s"
@@ -244,6 +244,6 @@ class HookCall:
 
 
 def _logger() -> logging.Logger:
-    import logging  # not needed at a start, where no hook is called
+    import logging  # deferred: no hook is called at start-up
 
     return logging.getLogger("twinkle")

@@ -1,6 +1,6 @@
 """The index of published components that may not be installed; `twinkle plugins search` and errors use it.
 
-It is a few TOML files, `registry/index/` of the repository, that every wheel of the registry carries.
+The index is a few TOML files, `registry/index/` in the repository, which are part of every wheel of the registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .reading import KIND, NAME, PLUGIN, Table, matches, read_toml
 
 SCHEMA = 1
 OWN_FILE = "twinkle.toml"
-"""The generated file with our own distributions; only there `[[successor]]` counts."""
+"""The generated file with our own distributions; `[[successor]]` is read from this file only."""
 _REPOSITORY = re.compile(r"(hf|ms)://[\w.-]+/[\w.-]+(@[\w.+/-]+)?")
 _LINE = re.compile(r"\S(.*\S)?")
 _URL = re.compile(r"https://\S+")
@@ -106,7 +106,7 @@ def index_exports() -> tuple[IndexExport, ...]:
 
 @cache
 def index_entries() -> tuple[IndexEntry, ...]:
-    """Return all entries, those of the community first; read once."""
+    """Return all entries, those of the community's files first; read once."""
     return tuple(entry for path in sorted(index_folder().glob("*.toml")) for entry in read_index(path))
 
 
@@ -128,25 +128,25 @@ def _successors() -> tuple[tuple[str, str], ...]:
 
 def successors_of(packages: Iterable[str]) -> frozenset[str]:
     """Return the distributions that parts of these packages moved to, by canonical name; our own index lists them."""
-    wanted = set(map(canonical, packages))
-    return frozenset(successor for successor, former in _successors() if former in wanted)
+    names = set(map(canonical, packages))
+    return frozenset(successor for successor, former in _successors() if former in names)
 
 
 def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] | None = None) -> list[IndexEntry]:
-    """Return the entries that hold every word, in any case; those that hold more of them in their name come first.
+    """Return the entries that contain every word, ignoring case; those with more of the words in their name come first.
 
     Args:
         words: Search terms for name, kind, summary, author and place; without any, all entries match.
         kind: Only entries of this kind.
         entries: The entries to search, by default the whole index.
     """
-    wanted = [word.lower() for word in words]
+    terms = [word.lower() for word in words]
     matching = []
     for entry in index_entries() if entries is None else entries:
         text = " ".join((entry.name, entry.kind, entry.summary, entry.author, entry.place)).lower()
-        if kind in ("", entry.kind) and all(word in text for word in wanted):
+        if kind in ("", entry.kind) and all(word in text for word in terms):
             matching.append(entry)
-    return sorted(matching, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
+    return sorted(matching, key=lambda entry: -sum(word in entry.name.lower() for word in terms))
 
 
 def where_to_get(
@@ -163,7 +163,7 @@ def where_to_get(
     """
     try:
         entries = index_entries()
-    except TwinkleError:  # the caller reports another error, which must not be lost
+    except TwinkleError:  # the caller is about to raise another error, which must not be lost
         return ""
     matching = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
     matching = [entry for entry in matching if entry.name == name or not exact]
@@ -176,15 +176,15 @@ def where_to_get(
     places = dict.fromkeys(entry.place for entry in matching)
     first = matching[0]
     note = "review it first" if first.repository else "run"
-    spelt = "" if first.name == name else f" as {first.name!r}"
-    return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
+    spelling = "" if first.name == name else f" as {first.name!r}"
+    return f"the index lists it{spelling} in {quoted(places)}; {note}: {first.command}"
 
 
 def where_to_get_export(module: str, name: str) -> str:
     """Return a sentence that says which package exports `module.name`, or an empty string."""
     try:
         packages = [e.package for e in index_exports() if (e.module, e.name) == (module, name)]
-    except TwinkleError:  # the caller reports another error, which must not be lost
+    except TwinkleError:  # the caller is about to raise another error, which must not be lost
         return ""
     return f"it is part of {packages[0]}, run: pip install {packages[0]}" if packages else ""
 

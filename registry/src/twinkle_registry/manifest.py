@@ -1,4 +1,4 @@
-"""The plain records that a manifest, `twinkle-plugin.toml`, is read into."""
+"""Records for the content of a manifest, `twinkle-plugin.toml`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["ok", "broken", "incompatible", "disabled"]
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """One component that a plugin offers; nothing of it is imported yet.
+    """One component that a plugin offers; it is not imported yet.
 
     Attributes:
         kind: `loss`, `sampler`, `patch`, …
@@ -28,12 +28,12 @@ class ComponentSpec:
         runtimes: The runtimes it works in.
         tenant_safe: It keeps no global state and may run inside the multi-tenant server.
         inputs: Per-row arguments beside labels and logps, with dtype and shape: `{"advantages": "float32[T]"}`.
-        config: Where its options model is (`package.module:Attr`), or empty.
+        config: Its options model (`package.module:Attr`), or empty.
         dist: The name of the plugin, the `dist` of `dist/Name`.
         version: The version of the plugin.
         root: The package that relative refs start from.
-        example: Where the function is that gives the contract kit an example (`package.module:function`), or empty.
-        formerly: Names of plugins that offered the component in earlier releases; `dist/Name` and `prefer` take them.
+        example: Function that returns an example for the contract kit (`package.module:function`), or empty.
+        formerly: Names of plugins that offered the component in earlier releases; `dist/Name` and `prefer` accept them.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class ExportSpec:
 
 @dataclass(frozen=True, slots=True)
 class HooksSpec:
-    """The lifecycle hooks of a plugin: the module that holds them, imported when the first of them fires."""
+    """The lifecycle hooks of a plugin: the module that holds them, imported at the first call of one of them."""
 
     module: str
     implements: tuple[str, ...]
@@ -120,7 +120,7 @@ class PluginRecord:
         location: The path of its manifest; empty if there is none.
         manifest: What it offers; `None` where the manifest could not be read.
         status: `ok`, `broken`, `incompatible` (with this version of core) or `disabled` (by settings).
-        reason: Why it is not `ok`, in one text that says what to do.
+        reason: Why it is not `ok`, and what to do; empty if it is.
         cause: The error behind the reason, if there was one.
     """
 

@@ -1,4 +1,4 @@
-"""Names: the nearest of them for an error message, and the forms under which one plugin is known."""
+"""Functions on names: nearest names for error messages, and normalized names of distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CODE_PACKAGE = "twinkle_registry.code"
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to `n` of `names` that look like `name`, the closest first; ignoring case."""
+    """Return up to `n` of `names` that are similar to `name`, ignoring case, the closest first."""
     import difflib
 
     by_lower: dict[str, list[str]] = {}
@@ -19,7 +19,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     lowered = name.lower()
     short = [c for c in by_lower if _initials(lowered) == c or _initials(c) == lowered]
     close = short + [c for c in difflib.get_close_matches(lowered, by_lower, n, 0.6) if c not in short]
-    # "GRPO" for "GRPOLoss": the similarity ratio misses a part of a name.
+    # "GRPO" must match "GRPOLoss", whose similarity ratio is too low.
     parts = [c for c in sorted(by_lower) if len(lowered) > 2 and lowered in c and c not in close]
     return [candidate for key in close + parts for candidate in by_lower[key]][:n]
 
@@ -47,8 +47,8 @@ def quoted(names: Iterable[str]) -> str:
 
 def safe_repr(text: str) -> str:
     """Return an untrusted string quoted for a terminal, with control and direction characters escaped."""
-    kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
-    return f"'{kept}'" + ("..." if len(text) > 200 else "")
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
+    return f"'{escaped}'" + ("..." if len(text) > 200 else "")
 
 
 def canonical(dist: str) -> str:

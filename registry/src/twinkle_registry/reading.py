@@ -60,8 +60,8 @@ def read_manifest(
         path: The file, or anything with `read_bytes()`, such as a member of a zipped package.
         dist: The distribution it belongs to; only for error messages, the plugin's name is in the manifest.
         version: The version that its components carry.
-        package: The package the manifest lies in, as its own refs call it.
-        root: The name under which that package is imported, if it is another (code from a Hub). Refs into `package`
+        package: The package that contains the manifest, as its own refs name it.
+        root: The name under which that package is imported, if it differs (code from a Hub). Refs into `package`
             and relative refs (`.grpo:GRPOLoss`) are rewritten to start there.
 
     Raises:
@@ -95,9 +95,9 @@ def parse_manifest(
         exports=tuple(_export(table, place) for table in top.tables("export")),
         formerly=formerly,
     )
-    _refuse_twins(problems, "component", ((c.kind, c.name) for c in manifest.components))
-    _refuse_twins(problems, "command", ((c.name,) for c in manifest.commands))
-    _refuse_twins(problems, "export", ((e.module, e.name) for e in manifest.exports))
+    _refuse_duplicates(problems, "component", ((c.kind, c.name) for c in manifest.components))
+    _refuse_duplicates(problems, "command", ((c.name,) for c in manifest.commands))
+    _refuse_duplicates(problems, "export", ((e.module, e.name) for e in manifest.exports))
     if problems:
         of = f" (of {dist})" if dist else ""
         raise ManifestError(with_problems(f"{where}{of}: 0 problems", problems), manifest)
@@ -112,7 +112,7 @@ def with_problems(text: str, more: Iterable[str]) -> str:
 
 
 class _Place:
-    """Where the refs of one manifest start, and who offers its components."""
+    """The package that relative refs of one manifest start from, and the plugin that offers its components."""
 
     def __init__(self, name: str, version: str, package: str, root: str) -> None:
         self.name, self.version, self.package, self.root = name, version, package, root
@@ -138,7 +138,7 @@ class Table:
         self.problems.append(f"{self.where}{'.' if self.where else ''}{key}: {text}")
 
     def refuse(self, key: str, expected: str) -> None:
-        """Record that the value of a key is not what was expected."""
+        """Record that the value of a key is invalid."""
         name = f"{self.where}{'.' if self.where else ''}{key}"
         self.problems.append(f"{name} must be {expected}, got {_shown(self.raw[key])}")
 
@@ -149,7 +149,7 @@ class Table:
                 self.complain(key, f"unknown key, {nearest_or_all(key, known)}")
 
     def take(self, key: str, check: Check, *default: Any) -> Any:
-        """Return the value of a required key; if it is wrong, record that and return the default or None."""
+        """Return the value of a required key; if it is invalid, record a problem and return the default."""
         fallback = default[0] if default else None
         if key not in self.raw:
             self.complain(key, "missing")
@@ -157,7 +157,7 @@ class Table:
         return self.optional(key, check, fallback)
 
     def optional(self, key: str, check: Check, default: Any) -> Any:
-        """Return the value of a key, or the default if it is absent, or wrong, which is recorded."""
+        """Return the value of an optional key; if it is absent, or invalid (which is recorded), the default."""
         if key not in self.raw:
             return default
         value = self.raw[key]
@@ -239,7 +239,7 @@ def _hooks(top: Table, place: _Place) -> HooksSpec | None:
     return HooksSpec(place.absolute(module), tuple(implements))
 
 
-def _refuse_twins(problems: list[str], what: str, keys: Iterable[tuple[str, ...]]) -> None:
+def _refuse_duplicates(problems: list[str], what: str, keys: Iterable[tuple[str, ...]]) -> None:
     seen = set()
     for key in keys:
         if key in seen and all(key):
@@ -260,7 +260,7 @@ def _boolean(value: Any) -> str:
 
 
 def matches(pattern: re.Pattern[str], what: str) -> Check:
-    """Return a check for texts that the pattern matches whole; `what` describes valid values in errors."""
+    """Return a check for strings that fully match the pattern; `what` describes valid values in errors."""
     return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
 
 

@@ -1,4 +1,4 @@
-"""The registry: knows every plugin, turns a name into a component on first use, fires lifecycle hooks."""
+"""The registry: records every plugin, resolves a name to a component on first use, and calls lifecycle hooks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class Registry:
     """All plugins of one process.
 
-    One lock guards what is registered. Plugins are imported outside it, because an import may itself wait for a thread
-    that asks the registry for something.
+    One lock guards the registered plugins. Plugins are imported without holding it, because an import may wait for
+    another thread that uses the registry.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Registry:
         """Create an empty registry.
 
         Args:
-            hookspecs_module: Holds a hook spec `twinkle_<kind>` for each kind, and the lifecycle hooks.
+            hookspecs_module: Has a hook spec `twinkle_<kind>` for each kind, and the lifecycle hooks.
             kinds: Each kind with the ref of its contract, `module:Attr`, or None if any object is accepted.
             core_version: Compared with `core` of manifests.
             settings: Disabled and preferred plugins; by default, `Settings.load()`.
-            essential: Plugins that `only` does not switch off.
+            essential: Plugins that `only` does not disable.
         """
         self._hookspecs = hookspecs_module
         self._kinds = dict(kinds)
@@ -84,11 +84,11 @@ class Registry:
 
     # Plugins and names
 
-    def load_installed(self, also: Iterable[PluginRecord] = ()) -> None:
-        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings without effect."""
+    def load_installed(self, extra: Iterable[PluginRecord] = ()) -> None:
+        """Add every installed plugin, then `extra` (from a Hub or a folder), and warn about settings without effect."""
         from .discovery import installed_plugins
 
-        for record in [*installed_plugins(), *also]:
+        for record in [*installed_plugins(), *extra]:
             self.add(record)
         for notice in self.notices():
             warnings.warn(notice, stacklevel=2)
@@ -96,7 +96,7 @@ class Registry:
     def add(self, record: PluginRecord) -> PluginRecord:
         """Validate one plugin, add it and return its record: core version, settings, kinds and hooks are checked.
 
-        Of two plugins of one name the first keeps it, except that one whose distribution has the name takes it.
+        If two plugins have the same name, the first one is used, unless the distribution of the second has that name.
         """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
@@ -111,7 +111,7 @@ class Registry:
             return validated
 
     def withdraw(self, name: str) -> None:
-        """Remove the plugins called `name`, so that another of that name can be added, such as one under test."""
+        """Remove the plugins called `name`, so that another one of that name can be added, for example in a test."""
         with self._lock:
             for record in [r for r in self._records if canonical(r.name) == canonical(name)]:
                 self._records.remove(record)
@@ -122,16 +122,17 @@ class Registry:
             self._plugins_changed()
 
     def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
-        """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
+        """Withdraw every plugin of a Hub that the policy or a revocation list has come to forbid.
 
-        Its components cannot be found any more, its hooks are not called, and `load` refuses specs that were found
-        before. A service calls this from time to time.
+        Its components can no longer be found, its hooks are no longer called, and `load` refuses specs that were
+        returned before. A service calls this periodically.
 
         Args:
             max_age: Revocation lists that were read within so many seconds are not read again.
 
         Returns:
-            The plugins that were withdrawn now, and what is wrong with the lists; of those the last good one counts.
+            The plugins that were withdrawn by this call, and the problems of the lists. The last valid version of a
+            list stays in effect.
 
         Raises:
             SettingsError: The policy cannot be read; nothing was withdrawn.
@@ -149,11 +150,11 @@ class Registry:
         return dropped, [text for known in policy.revoked for text in (known.error, known.problem) if text]
 
     def validate(self, record: PluginRecord) -> PluginRecord:
-        """Return a record with the status that it would have, alone, without adding it."""
+        """Return a record with the status that it would have as the only plugin, without adding it."""
         return self._validator.validate(record, [])
 
     def checked(self, record: PluginRecord) -> PluginRecord:
-        """Return the record as the first use in a frozen run finds it: every file is compared with the lock."""
+        """Return the record with the status of a frozen run: every file is compared with the lock."""
         if self.frozen is None or record.status != "ok":
             return record
         try:
@@ -164,12 +165,12 @@ class Registry:
 
     @property
     def frozen(self) -> Frozen | None:
-        """What refuses code that is not locked, in a frozen run; else None."""
+        """The check that refuses code that is not locked; None unless the run is frozen."""
         return self._frozen
 
     @property
     def records(self) -> list[PluginRecord]:
-        """Every plugin that was added, usable or not, in that order."""
+        """Every plugin that was added, usable or not, in the order of addition."""
         with self._lock:
             return list(self._records)
 
@@ -180,7 +181,7 @@ class Registry:
 
     @property
     def lifecycle_hooks(self) -> list[str]:
-        """The names that `hook` takes."""
+        """The names that `hook` accepts."""
         return list(self._lifecycle)
 
     @property
@@ -191,7 +192,7 @@ class Registry:
     def notices(self) -> list[str]:
         """Return notices that are not errors: settings without effect, commands in conflict.
 
-        Ignored settings and locks of an untrusted folder are among them.
+        This includes settings and locks that are ignored because their folder is not trusted.
         """
         settings, notices = self._settings, []
         if settings.disabled or settings.enabled_only or settings.prefer:
@@ -237,7 +238,7 @@ class Registry:
 
         records = self.records
         raise explain.not_found(
-            asked=name,
+            requested=name,
             dist=dist,
             name=bare,
             kind=kind,
@@ -266,7 +267,7 @@ class Registry:
         """Return the function or class that a plugin adds to a namespace of core as `module.name`.
 
         Raises:
-            ComponentNotFound: No usable plugin adds it; the text names the package that does, where it is known.
+            ComponentNotFound: No usable plugin adds it; the text names the package that does, if it is known.
             ComponentConflict: Several plugins add it.
             PluginBroken: The module that defines it cannot be imported.
         """
@@ -279,10 +280,10 @@ class Registry:
 
             raise explain.export_not_found(module, name, self.records, where_to_get_export(module, name))
         self._check_frozen(specs[0].dist)
-        return import_object(specs[0].ref, asked=f"{module}.{name}", promised_by=f"the manifest of {specs[0].dist}")
+        return import_object(specs[0].ref, context=f"{module}.{name}", declared_by=f"the manifest of {specs[0].dist}")
 
     def attribute(self, module: str, name: str, kind: str = "") -> Any:
-        """Return what `module.name` is: what a plugin exports there, or the component of that name and kind.
+        """Return the object `module.name`: an export of a plugin, or the component of that name and kind.
 
         Raises:
             RequirementMissing: No installed plugin offers it, and the index knows a package that does.
@@ -313,47 +314,51 @@ class Registry:
     def resolve(self, x: Any, kind: str) -> Any:
         """Resolve a component argument to a class, a function or an instance of that kind.
 
-        `x` is an instance or a class of the contract, a function where the contract is callable, a `ComponentSpec`, or
-        one of the texts `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
+        `x` is an instance or a class of the contract, a function if the contract is callable, a `ComponentSpec`, or
+        one of the strings `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
         A component that a plugin offers is resolved once, until plugins are added or withdrawn.
         """
         contract = self.contract(kind)
         if not isinstance(x, str | ComponentSpec):
-            return check_contract(x, contract, asked=f"the {kind}")
-        resolved = self._resolved  # `_plugins_changed` replaces it: what is resolved meanwhile goes to the old one
+            return check_contract(x, contract, context=f"the {kind}")
+        resolved = (
+            self._resolved
+        )  # `_plugins_changed` replaces this dict: a component that is being resolved meanwhile goes to the old one
         if (kind, x) in resolved:
             return resolved[kind, x]
         if isinstance(x, ComponentSpec):
-            spec, asked = x, str(x)
+            spec, context = x, str(x)
         else:
-            reference, asked = parse_reference(x, kind), f"{kind} {x!r}"
+            reference, context = parse_reference(x, kind), f"{kind} {x!r}"
             if reference.form != "name":
-                return check_contract(component_from_reference(reference, x, kind, self), contract, asked=asked)
+                return check_contract(component_from_reference(reference, x, kind, self), contract, context=context)
             spec = self.find(x, kind)
         if (kind, spec) not in resolved:
-            resolved[kind, spec] = check_contract(self.load(spec), contract, asked=asked)
+            resolved[kind, spec] = check_contract(self.load(spec), contract, context=context)
         resolved[kind, x] = resolved[kind, spec]
         return resolved[kind, x]
 
     def build(self, x: Any, kind: str, /, *args: Any, **init_args: Any) -> Any:
-        """Resolve `x` and instantiate it if it is a class; arguments are checked before, and never ignored."""
+        """Resolve `x` and instantiate it if it is a class; arguments are checked first, and never ignored."""
         component = self.resolve(x, kind)
-        asked = (
+        context = (
             f"{kind} {x!r}"
             if isinstance(x, str)
             else f"{kind} {getattr(component, '__name__', type(component).__name__)!r}"
         )
         if not isinstance(component, type):
             if args or init_args:
-                given = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
-                what = "a function" if callable(component) and hasattr(component, "__name__") else "already an instance"
-                raise ArgumentError(f"{asked} is {what}, so it takes no arguments here, got {given}; pass the class")
+                arguments = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
+                form = "a function" if callable(component) and hasattr(component, "__name__") else "already an instance"
+                raise ArgumentError(
+                    f"{context} is {form}, so it takes no arguments here, got {arguments}; pass the class"
+                )
             return component
         if missing := missing_methods(component):
             raise ComponentTypeError(
-                f"{asked} cannot be instantiated: {component.__name__} does not implement {quoted(missing)}"
+                f"{context} cannot be instantiated: {component.__name__} does not implement {quoted(missing)}"
             )
-        check_keywords(component, init_args, what=asked, args=args)
+        check_keywords(component, init_args, what=context, args=args)
         return component(*args, **init_args)
 
     def load(self, spec: ComponentSpec) -> Any:
@@ -376,8 +381,8 @@ class Registry:
         if spec.root.startswith(f"{CODE_PACKAGE}."):
             from .trust.loading import import_in_load
 
-            return import_in_load(ref, asked=str(spec), promised_by="its manifest")
-        return import_object(ref, asked=str(spec), promised_by="its manifest")
+            return import_in_load(ref, context=str(spec), declared_by="its manifest")
+        return import_object(ref, context=str(spec), declared_by="its manifest")
 
     def contract(self, kind: str) -> Any:
         """Return the contract of a kind, imported on first use, or None if any object is accepted."""
@@ -385,7 +390,7 @@ class Registry:
         if kind not in self._contracts:
             ref = self._kinds[kind]
             self._contracts[kind] = (
-                import_object(ref, asked=f"the contract of {kind}", promised_by="core") if ref else None
+                import_object(ref, context=f"the contract of {kind}", declared_by="core") if ref else None
             )
         return self._contracts[kind]
 
@@ -434,7 +439,7 @@ class Registry:
     # Internals
 
     def _plugins(self) -> PluginSet:
-        """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
+        """Return the pluggy plugins with every usable record registered; the first call imports pluggy."""
         if self._plugin_set is None:
             from .hooks import PluginSet
 
@@ -485,14 +490,14 @@ class Registry:
         declared = record.manifest.hooks if record.manifest else None
         if declared is None:
             return
-        asked = f"hooks of plugin {record.name}"
+        context = f"hooks of plugin {record.name}"
         try:
             self._check_frozen(record.name)
             module = importlib.import_module(declared.module)
         except NotTrusted as error:
-            raise PluginBroken(f"{asked}: {error}") from error
+            raise PluginBroken(f"{context}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise import_failed(asked, declared.module, error) from error
+            raise import_failed(context, declared.module, error) from error
         with self._lock:
             if record.name not in self._hooked:
                 self._plugins().add_hooks(record.name, module, declared, self._lifecycle)

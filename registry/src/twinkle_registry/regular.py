@@ -1,4 +1,4 @@
-"""Opens regular files and nothing else: a pipe would wait for a writer, a device may never end."""
+"""Opens regular files only: opening a pipe could block, and a device may never end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KINDS = (
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
-    """Open a regular file for reading, unbuffered; what is opened is what was checked.
+    """Open a regular file for reading, unbuffered; the type is checked on the open file, so that it cannot change.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         follow: Whether the last part of the path may be a symbolic link.
 
     Raises:
-        OSError: There is no such file, or it is something else; `strerror` says what.
+        OSError: There is no such file, or it is not a regular one; `strerror` has its type.
     """
     handle = os.open(path, _FLAGS | (0 if follow else _NO_FOLLOW))
     try:
@@ -48,5 +48,5 @@ def read_regular(path: str | Path, *, follow: bool = True) -> bytes:
 
 
 def kind_of(mode: int) -> str:
-    """Return in words what a mode of `stat` is of."""
+    """Return the type of file of a `stat` mode, in words."""
     return next((name for test, name in _KINDS if test(mode)), "a regular file")

@@ -1,4 +1,4 @@
-"""Turns a text that names a component into the object: one way for each form of reference."""
+"""Resolves a string that names a component: a name, a module path, a file or a reference to a Hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HUB_SCHEMES = ("hf", "ms", "file")
 
 
 class Reference(NamedTuple):
-    """One parsed text.
+    """A parsed component string.
 
     Attributes:
         form: `name` (`Name`, `dist/Name`), `module` (`package.module:Attr`), `file` (`./file.py:Name`) or `hub`
@@ -68,10 +68,10 @@ def choose(
     if dist:
         specs = [spec for spec in specs if spec.offered_as(dist)]
     preferred = settings.prefer.get(f"{kind}:{name}", "")
-    wanted = [spec for spec in specs if spec.offered_as(preferred)]
-    if len(specs) > 1 and len(wanted) != 1:
+    preferred_specs = [spec for spec in specs if spec.offered_as(preferred)]
+    if len(specs) > 1 and len(preferred_specs) != 1:
         raise _conflict(specs, name, kind, settings)
-    return next(iter(wanted or specs), None)
+    return next(iter(preferred_specs or specs), None)
 
 
 def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
@@ -87,54 +87,54 @@ def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Se
 
 
 def component_from_reference(reference: Reference, text: str, kind: str, registry: Registry) -> Any:
-    """Return what a reference into a module, a file or a Hub names, not yet checked against the contract of `kind`.
+    """Return the object of a reference into a module, a file or a Hub, not yet checked against the contract of `kind`.
 
     Args:
         reference: `text`, parsed; not the name of a component.
         text: The reference as it was written.
         kind: The kind that is requested.
-        registry: Knows the hubs, and which code a frozen run allows.
+        registry: Provides the hubs, and the check of a frozen run.
     """
-    asked = f"{kind} {text!r}"
+    context = f"{kind} {text!r}"
     if reference.form == "hub":
         return _from_hub(reference.place, text, kind, registry)
     if reference.form == "file":
         from .files import import_file
 
-        source = registry.frozen.source(reference.place, asked=asked) if registry.frozen else None
-        module = import_file(reference.place, asked=asked, source=source)
-        return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
+        source = registry.frozen.source(reference.place, context=context) if registry.frozen else None
+        module = import_file(reference.place, context=context, source=source)
+        return attribute(module, reference.name, context=context, absent=ComponentNotFound, shown=reference.place)
     if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
-        raise ComponentNotFound(f"{asked}: remove the kind and write {reference.name!r}")
+        raise ComponentNotFound(f"{context}: remove the kind and write {reference.name!r}")
     if registry.frozen:
-        registry.frozen.check_module(reference.place, registry.records, asked=asked)
-    return import_object(text, asked=asked)
+        registry.frozen.check_module(reference.place, registry.records, context=context)
+    return import_object(text, context=context)
 
 
 def _from_hub(scheme: str, text: str, kind: str, registry: Registry) -> Any:
     from .trust.loading import component_from_hub
 
-    return component_from_hub(text, kind, registry, lambda: open_hub(scheme, registry, asked=f"{kind} {text!r}"))
+    return component_from_hub(text, kind, registry, lambda: open_hub(scheme, registry, context=f"{kind} {text!r}"))
 
 
-def open_hub(scheme: str, registry: Registry, *, asked: str) -> Any:
+def open_hub(scheme: str, registry: Registry, *, context: str) -> Any:
     """Return the hub that reads `scheme://`.
 
     Raises:
-        ComponentNotFound: No plugin does, or it reads models and data only.
-        TwinkleError: The plugin that does cannot be used.
+        ComponentNotFound: No plugin reads this scheme, or its hub has models and data only.
+        TwinkleError: The plugin that reads this scheme cannot be used.
     """
     hubs = registry.names("hub") if "hub" in registry.kinds else []
     if scheme not in hubs and not _offered_by_unusable(scheme, registry):
         way = "run: pip install twinkle-hub" if scheme in HUB_SCHEMES else nearest_or_all(scheme, hubs)
-        raise ComponentNotFound(f"{asked}: no installed plugin reads {scheme}://; {way}")
+        raise ComponentNotFound(f"{context}: no installed plugin reads {scheme}://; {way}")
     hub = registry.build(scheme, "hub")
     if not hasattr(hub, "commit_of") or not hasattr(hub, "download_code"):
-        raise ComponentNotFound(f"{asked}: the hub {scheme}:// carries models and data, not components")
+        raise ComponentNotFound(f"{context}: the hub {scheme}:// has models and data only, no components")
     return hub
 
 
 def _offered_by_unusable(scheme: str, registry: Registry) -> bool:
-    """Return whether a disabled or broken plugin reads the scheme, whose reason the error then gives."""
+    """Return whether a disabled or broken plugin reads the scheme; the error then has its reason."""
     manifests = [record.manifest for record in registry.records if record.manifest and record.status != "ok"]
     return any(c.kind == "hub" and c.name == scheme for m in manifests for c in m.components)

@@ -1,11 +1,11 @@
-"""What a person set: `[plugins]` of twinkle.toml, the environment, the path of the lock, and the trust switches.
+"""User settings: `[plugins]` of twinkle.toml, environment variables, the path of the lock, and the trust switches.
 
 A `twinkle.toml` or `twinkle.lock` in the working directory may have been written by someone else. Until the user trusts
 that folder (`trust.folders`), its `twinkle.toml` may restrict (`disable`, `only`, `deny`, `signed`) and choose
-(`prefer`), but it cannot let code run or override the user's own file, and its lock is not obeyed.
+(`prefer`), but it cannot let code run or override the user's own file, and its lock is ignored.
 """
 
-# This runs at every start, and pathlib would be a quarter of what it costs.
+# This runs at every start; with pathlib it would take a third longer.
 # ruff: noqa: PTH100, PTH109, PTH110, PTH111, PTH113, PTH121, PTH123
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TABLES = ("plugins", "trust")
 
 
 NEED_TRUST = ("allow", "revoked")
-"""Keys that only a trusted file may set: one lets code run, one names addresses that are requested."""
+"""Keys that only a trusted file may set: one lets code run, one has addresses to download from."""
 LOCK_NAME = "twinkle.lock"
 LOCK_VARIABLE = "TWINKLE_LOCK"
 CACHE_VARIABLE = "TWINKLE_CACHE_DIR"
@@ -43,12 +43,12 @@ _OFF = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Which plugins the registry leaves out and which it prefers.
+    """Which plugins the registry disables and which it prefers.
 
     Attributes:
         disabled: Plugins that are not used, by name or distribution.
         enabled_only: If given, the only plugins that are used.
-        prefer: `"kind:Name"` to the plugin that wins where several offer it.
+        prefer: Map from `"kind:Name"` to the plugin that is used if several offer it.
         sources: Where each of `disable`, `only` and `prefer` was set; errors name it.
     """
 
@@ -59,7 +59,7 @@ class Settings:
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Merge the configuration file and the environment, which wins key by key.
+        """Merge the configuration file and the environment; for each key, the environment overrides the file.
 
         The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. With a
         `./twinkle.toml` in a folder that is not trusted, the user's own file applies too.
@@ -177,7 +177,7 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
     files = [file] if file.is_trusted else config_files(environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for own in reversed(files):  # the user's file first: the other one only adds to it
+    for own in reversed(files):  # the user's file first: the other one can only add restrictions
         for key, value in own.plugins.items():
             values[key] = _added(key, values[key], value) if key in values else value
             place = f"[plugins] {key} of {own.path}"
@@ -265,7 +265,7 @@ def _preference(part: str) -> tuple[str, str]:
 
 
 def lock_path() -> str:
-    """Return where the lock of this run is or would be: `$TWINKLE_LOCK`, else `twinkle.lock` in the working directory.
+    """Return the path of the lock, existing or not: `$TWINKLE_LOCK`, else `twinkle.lock` in the working directory.
 
     Raises:
         SettingsError: The variable names something that is not a file in a folder.
@@ -278,7 +278,7 @@ def lock_path() -> str:
 
 
 def lock_is_named() -> bool:
-    """Return whether the user named the lock, so that it needs no other trust."""
+    """Return whether the user named the lock, so that it is trusted without a record."""
     return bool(os.environ.get(LOCK_VARIABLE))
 
 
@@ -319,7 +319,7 @@ def untrusted_notice() -> str:
     verb = "is" if len(ignored) == 1 else "are"
     return (
         f"{' and '.join(ignored)} in {folder} {verb} ignored, because this folder is not trusted or was changed "
-        f"since; review what it asks for, then trust it: twinkle plugins trust {shlex.quote(folder)}"
+        f"since; review it, then trust it: twinkle plugins trust {shlex.quote(folder)}"
     )
 
 
@@ -335,8 +335,8 @@ def _of_config() -> list[str]:
     file = read_config(config_file(os.environ))
     if file.is_trusted:
         return []
-    asked = file.raw.get("trust", {})
-    keys = [f"[trust] {key}" for key in NEED_TRUST if isinstance(asked, dict) and asked.get(key)]
+    table = file.raw.get("trust", {})
+    keys = [f"[trust] {key}" for key in NEED_TRUST if isinstance(table, dict) and table.get(key)]
     return [f"{', '.join([*keys, *_hidden(file)])} of {CONFIG_FILE}"] if keys or _hidden(file) else []
 
 
@@ -344,8 +344,8 @@ def _hidden(file: ConfigFile) -> list[str]:
     """Return which settings of the user's own file this file would replace if it were trusted."""
     user = os.path.expanduser(USER_FILE)
     users = read_config(user).plugins if os.path.isfile(user) else {}
-    kept = [key for key, value in users.items() if file.plugins.get(key) != value]
-    return [f"[plugins] in place of {USER_FILE}"] if kept else []
+    replaced = [key for key, value in users.items() if file.plugins.get(key) != value]
+    return [f"[plugins] in place of {USER_FILE}"] if replaced else []
 
 
 def _of_lock() -> list[str]:
@@ -356,5 +356,5 @@ def _of_lock() -> list[str]:
         with open(path, "rb") as file:
             content = file.read()
     except OSError:
-        return []  # the code that needs the lock reports what is wrong with it
+        return []  # an invalid lock is reported by the code that needs it
     return [] if is_trusted_lock(path, content) else [LOCK_NAME]

@@ -35,7 +35,7 @@ class MissingRequirement(NamedTuple):
 
 
 def missing_requirements(spec: ComponentSpec) -> list[MissingRequirement]:
-    """Return what `spec.requires` asks for and the environment lacks; markers and extras count."""
+    """Return the requirements of a component that the environment does not meet; markers and extras are evaluated."""
     missing: list[MissingRequirement] = []
     for text in spec.requires:
         unmet = _unmet(_requirement(text, spec), seen=set())
@@ -47,8 +47,8 @@ def check_requirements(spec: ComponentSpec) -> None:
     """Raise `RequirementMissing` with the command to run, unless everything that `spec` needs is installed."""
     if missing := missing_requirements(spec):
         needs = ", ".join(str(m) for m in missing)
-        wanted = [with_extra(m.requirement, (spec.dist,)) or m.requirement for m in missing]
-        command = " ".join(f"'{text}'" for text in dict.fromkeys(wanted))
+        specifiers = [with_extra(m.requirement, (spec.dist,)) or m.requirement for m in missing]
+        command = " ".join(f"'{text}'" for text in dict.fromkeys(specifiers))
         raise RequirementMissing(f"{spec} needs {needs}; run: pip install {command}")
 
 
@@ -63,30 +63,34 @@ def with_extra(requirement: str, dists: Iterable[str]) -> str:
 
     from packaging.requirements import Requirement
 
-    wanted = canonical(Requirement(requirement).name)
+    package = canonical(Requirement(requirement).name)
     for dist in dists:
         try:
-            brought = [Requirement(text) for text in requires(dist) or ()]
+            dependencies = [Requirement(text) for text in requires(dist) or ()]
             extras = metadata(dist).get_all("Provides-Extra") or []
         except (PackageNotFoundError, ValueError):
             continue
-        for each in brought:
-            if canonical(each.name) != wanted or each.marker is None or each.marker.evaluate({"extra": ""}):
+        for dependency in dependencies:
+            if (
+                canonical(dependency.name) != package
+                or dependency.marker is None
+                or dependency.marker.evaluate({"extra": ""})
+            ):
                 continue
             for extra in extras:
-                if each.marker.evaluate({"extra": extra}):
+                if dependency.marker.evaluate({"extra": extra}):
                     return f"{dist}[{extra}]"
     return ""
 
 
 def check_core(record: PluginRecord, core_version: str) -> PluginRecord:
-    """Return `record`, as `incompatible` if its manifest asks for another version of twinkle-core."""
+    """Return `record`, as `incompatible` if its manifest requires another version of twinkle-core."""
     if record.status != "ok" or record.manifest is None or satisfies(core_version, record.manifest.core):
         return record
     needs = record.manifest.core
     renew = f"twinkle plugins add {record.dist}" if "://" in record.dist else f"pip install -U '{record.dist}'"
     reason = (
-        f"plugin {record.name} {record.version} needs twinkle-core {needs}, installed is {core_version}; "
+        f"plugin {record.name} {record.version} needs twinkle-core {needs}, but {core_version} is installed; "
         f"run: {renew} or pip install 'twinkle-core{needs}'"
     )
     return replace(record, status="incompatible", reason=reason, cause=PluginIncompatible(reason))
@@ -94,7 +98,7 @@ def check_core(record: PluginRecord, core_version: str) -> PluginRecord:
 
 @lru_cache(maxsize=256)
 def satisfies(version: str, specifier: str) -> bool:
-    """Return whether a version fits a specifier; pre-releases of it count as installed versions do."""
+    """Return whether a version satisfies a specifier; pre-releases are accepted."""
     bounds = [_PLAIN_BOUND.fullmatch(part) for part in specifier.split(",")]
     if _PLAIN_VERSION.fullmatch(version) and all(bounds):
         # `>=a.b,<c` of plain numbers is in nearly every manifest; `packaging` costs 20 ms to import.
@@ -162,7 +166,7 @@ class Validator:
     ) -> None:
         self.kinds, self.lifecycle, self.core_version = kinds, lifecycle, core_version
         self.settings = settings
-        # Core itself: `only = ["acme"]` means plugins, not the core that they need.
+        # Core itself: `only = ["acme"]` restricts plugins, not the core that they need.
         self.essential = {canonical(name) for name in essential}
 
     def validate(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
@@ -182,7 +186,7 @@ class Validator:
         return self.settings.why_disabled(record.name, record.dist, self.essential)
 
     def _with_unknown(self, record: PluginRecord) -> PluginRecord:
-        """Add to the problems of a manifest those that need the registry, so that its author sees all at once."""
+        """Add the problems that only the registry can find to those of the manifest, to report all of them at once."""
         read = record.cause.manifest if isinstance(record.cause, ManifestError) else None
         problems = self._unknown(read) if isinstance(read, Manifest) else []
         if not problems:
@@ -208,14 +212,14 @@ class Validator:
 
 
 def name_losers(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
-    """Return the usable plugins that lose their name to `record`: it is that of its distribution, and not of theirs."""
-    if record.status != "ok" or not _bears_own_name(record):
+    """Return the usable plugins that lose their name to `record`, because only its distribution has that name."""
+    if record.status != "ok" or not _is_named_like_its_distribution(record):
         return []
-    return [twin for twin in _namesakes(record, others) if not _bears_own_name(twin)]
+    return [twin for twin in _namesakes(record, others) if not _is_named_like_its_distribution(twin)]
 
 
 def name_is_taken(record: PluginRecord, owner: PluginRecord) -> str:
-    """Return the text for a plugin whose name another one has; it names both."""
+    """Return the error text for a plugin whose name is taken by another plugin."""
     return (
         f"the name {record.name!r} of this plugin (distribution {record.dist} {record.version}) is taken by "
         f"{owner.dist} {owner.version} at {owner.location}"
@@ -223,7 +227,7 @@ def name_is_taken(record: PluginRecord, owner: PluginRecord) -> str:
 
 
 def broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
-    """Return the record as one that cannot be used, for the reason that the error gives."""
+    """Return the record as broken, with the text of the error as the reason."""
     return replace(record, status="broken", reason=str(error), cause=error)
 
 
@@ -249,5 +253,5 @@ def _namesakes(record: PluginRecord, others: Sequence[PluginRecord]) -> list[Plu
     return [twin for twin in others if twin.status == "ok" and canonical(twin.name) == canonical(record.name)]
 
 
-def _bears_own_name(record: PluginRecord) -> bool:
+def _is_named_like_its_distribution(record: PluginRecord) -> bool:
     return canonical(record.name) == canonical(record.dist)

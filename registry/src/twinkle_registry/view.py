@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RegistryView:
     """The part of a registry that an allow list names, by `kind:Name`, `plugin/Name`, `kind:*` or `plugin/*`.
 
-    A component outside the list does not exist here. Code by path, from a Hub or as an object is refused: a
+    A component outside the list cannot be found here. Code by path, from a Hub or as an object is refused: a
     tenant with a view runs only what the operator installed.
     """
 
@@ -45,11 +45,11 @@ class RegistryView:
         dist, _, bare = name.rpartition("/")
         specs = self.specs(kind)
         settings = self._registry.settings
-        chosen = choose(specs.get(bare, []), dist=dist, name=bare, kind=kind, settings=settings)
-        if chosen is not None:
-            return chosen
+        spec = choose(specs.get(bare, []), dist=dist, name=bare, kind=kind, settings=settings)
+        if spec is not None:
+            return spec
         by_kind = {k: self.specs(k) for k in self._registry.kinds}
-        raise explain.not_found(asked=name, dist="", name=bare, kind=kind, by_kind=by_kind, records=[])
+        raise explain.not_found(requested=name, dist="", name=bare, kind=kind, by_kind=by_kind, records=[])
 
     def resolve(self, x: str, kind: str) -> Any:
         """Return an allowed component by name.

@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
 
 from twinkle_server.errors import ServiceError
-from twinkle_server.tenancy.auth import CURRENT, LOCAL, Authentication, Caller, caller, identify, operator
+from twinkle_server.tenancy.auth import CURRENT, LOCAL, Authentication, Caller, caller_of, identify, operator
 
 KEYS = {"tml-alice": Caller("alice", "1"), "tml-root": Caller("ops", "2", "operator")}
 
@@ -26,7 +26,7 @@ def make(keys: Keys | None) -> FastAPI:
     app = FastAPI()
 
     @app.get("/who")
-    async def who(asking: Caller = Depends(caller)) -> list[str]:  # noqa: B008
+    async def who(asking: Caller = Depends(caller_of)) -> list[str]:  # noqa: B008
         current = CURRENT.get()
         assert current is not None
         return [asking.tenant, current.tenant]
@@ -115,7 +115,7 @@ def test_a_strangers_body_is_not_read() -> None:
 
 def test_without_the_middleware_nobody_is_let_in() -> None:
     app = FastAPI()
-    app.get("/who")(lambda asking=Depends(caller): asking.tenant)  # noqa: B008
+    app.get("/who")(lambda asking=Depends(caller_of): asking.tenant)  # noqa: B008
 
     with TestClient(app) as client, pytest.raises(ServiceError):
         client.get("/who")

@@ -18,7 +18,7 @@ def registry() -> "Registry":
 
     contracts = {name: kind.contract or None for name, kind in KINDS.items()}
     plugins = Registry(hookspecs, kinds=contracts, core_version=__version__)
-    plugins.load_installed(also=locked_plugins())
+    plugins.load_installed(extra=locked_plugins())
     return plugins
 
 

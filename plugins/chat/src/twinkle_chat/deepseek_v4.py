@@ -1,7 +1,7 @@
 """DeepSeek-V4: the published encoding of its conversations, which has no chat template in the model's folder.
 
-Source of the format: `encoding/README.md` of deepseek-ai/DeepSeek-V4-Flash. Not read: the roles `developer` and
-`latest_reminder`, and the `task` tokens of quick instructions.
+Source of the format: `encoding/README.md` of deepseek-ai/DeepSeek-V4-Flash. Not supported: the roles `developer`
+and `latest_reminder`, and the `task` tokens of quick instructions.
 """
 
 from collections.abc import Mapping
@@ -28,20 +28,20 @@ class DeepseekV4Template(Template):
     """DeepSeek-V4-Flash and -Pro.
 
     With `enable_thinking` the prompt opens the reasoning, without it closes it. Earlier turns lose their reasoning,
-    except where the row has tools. Tool calls are written in DSML; tool results join the user's turn, in the order of
-    the calls that they answer.
+    unless the row has tools. Tool calls are written in DSML; tool results are part of the user's turn, in the order
+    of the calls that they answer.
     """
 
     def __init__(
         self, model_id: str = "", *args: Any, reasoning_effort: Literal["high", "max"] | None = None, **kwargs: Any
     ) -> None:
-        """Remember the options; nothing is loaded yet.
+        """Store the options; the tokenizer is loaded on first use.
 
         Args:
             model_id: a folder or a Hub id whose tokenizer is used.
             *args: those of `Template`.
-            reasoning_effort: `max` puts the model's instruction to think at length before everything, if thinking is
-                enabled; `high` is the same as None, by the published encoding.
+            reasoning_effort: `max` starts the prompt with the model's instruction to think at length, if thinking is
+                enabled; `high` is the same as None, as in the published encoding.
             **kwargs: those of `Template`.
 
         Raises:
@@ -49,7 +49,7 @@ class DeepseekV4Template(Template):
         """
         super().__init__(model_id, *args, **kwargs)
         if reasoning_effort not in _EFFORTS:
-            raise ArgumentError(f"reasoning_effort is {reasoning_effort!r}; it is None, 'high' or 'max'")
+            raise ArgumentError(f"reasoning_effort must be None, 'high' or 'max', got {reasoning_effort!r}")
         self.reasoning_effort = reasoning_effort
 
     def format_trajectory(self, trajectory: Mapping[str, Any], add_default_system: bool = False) -> Trajectory:

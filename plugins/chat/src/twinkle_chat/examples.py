@@ -1,4 +1,4 @@
-"""What the contract kit calls core's own components with: texts in the markup of each tool parser, rows to pack."""
+"""Examples for the contract kit: texts in the markup of each tool parser, and rows to pack."""
 
 _READ = ("read_file", {"path": "a.py", "lines": [1, 2]})
 _SEARCH = ("search", {"query": "Paris"})

@@ -1,4 +1,4 @@
-"""GLM-4: the model ends its turn with the token that opens the next one, and the last turn of a row has none."""
+"""GLM-4: a turn ends with the token that opens the next one; this template adds it to the last turn of a row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class _ClosingRenderer(ChatRenderer):
 class Glm4Template(Template):
     """GLM-4 and GLM-Edge: the last turn ends with `<|user|>`, or after tool calls with `<|observation|>`.
 
-    These are the tokens at which the models stop to generate; their chat template writes them only before a next turn.
+    The models stop at these tokens; their chat template writes them only before another turn.
     """
 
     def _chat(self, **options: Any) -> ChatRenderer:

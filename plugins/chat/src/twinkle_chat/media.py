@@ -1,4 +1,4 @@
-"""What a template that reads text only answers when it is asked about images, video and audio."""
+"""Multimodal methods of text-only templates, which refuse images, video and audio."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,15 +19,15 @@ class TextOnly:
         return False
 
     def preprocess_image(self, image: Any) -> Any:
-        """Turn an image into model input; a text template cannot."""
+        """Convert an image to model input; unsupported by text templates."""
         self._refuse("an image")
 
     def preprocess_video(self, video: Any) -> Any:
-        """Turn a video into model input; a text template cannot."""
+        """Convert a video to model input; unsupported by text templates."""
         self._refuse("a video")
 
     def preprocess_audio(self, audio: Any) -> Any:
-        """Turn a sound into model input; a text template cannot."""
+        """Convert a sound to model input; unsupported by text templates."""
         self._refuse("a sound")
 
     def preprocess_images(self, images: Sequence[Any]) -> list[Any]:
@@ -55,4 +55,4 @@ class TextOnly:
         return args, kwargs
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Unsupported(f"{type(self).__name__} reads text only and was given {what}; use a multimodal template")
+        raise Unsupported(f"{type(self).__name__} reads text only, got {what}; use a multimodal template")

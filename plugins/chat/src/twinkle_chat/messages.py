@@ -1,4 +1,4 @@
-"""Checks a conversation and brings its messages into the plain form that chat templates expect."""
+"""Validates a conversation and normalizes its messages to the form that chat templates expect."""
 
 import json
 import math
@@ -16,40 +16,40 @@ def plain_messages(trajectory: Mapping[str, Any], any_weight: bool = False) -> l
 
     Args:
         trajectory: the row.
-        any_weight: `weight` may be any number from 0, because a loss scale multiplies by it.
+        any_weight: accept any `weight` >= 0, for use with a loss scale, which multiplies by it.
 
     Raises:
-        EncodeError: there is no usable conversation; the message says which turn is wrong and what to do.
+        EncodeError: there is no usable conversation; the text names the invalid message and the remedy.
     """
     messages = trajectory.get("messages")
     if messages is None:
-        # Rows of a table have all columns; those that only other rows fill are None.
+        # Rows of a table have all columns; columns that only other rows use are None.
         filled = ", ".join(str(key) for key, value in trajectory.items() if value is not None)
         raise EncodeError(
-            f"no 'messages' in the row (it has: {filled or 'nothing'}); a preprocessor makes them of other columns, "
-            "QuestionProcessor of any question and answer (question_key=, answer_key=; add_assistant=True trains the "
+            f"the row has no 'messages' (its keys: {filled or 'none'}); convert other columns with a preprocessor, "
+            "such as QuestionProcessor (question_key=, answer_key=; add_assistant=True trains the "
             "answer). In a script: dataset.map('QuestionProcessor', ...); in a recipe: data.preprocessor and "
-            "data.preprocessor_args. All of them: twinkle plugins list preprocessor"
+            "data.preprocessor_args. To list them: twinkle plugins list preprocessor"
         )
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise EncodeError(
-            f"'messages' is a {type(messages).__name__}; it must be a list of {{'role': ..., 'content': ...}}"
+            f"'messages' must be a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
         )
     if not messages:
         raise EncodeError("'messages' is empty; drop the row, or give it at least one message")
     for key in _MEDIA:
         if any(item is not None for item in trajectory.get(key) or ()):
-            raise EncodeError(f"the row has {key}, and this template reads text only; use a multimodal template")
+            raise EncodeError(f"the row has {key}, but this template reads text only; use a multimodal template")
     return [_plain_message(message, f"message {index}", any_weight) for index, message in enumerate(messages)]
 
 
 def _plain_message(message: Any, where: str, any_weight: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise EncodeError(f"{where} is a {type(message).__name__}; it must be {{'role': ..., 'content': ...}}")
+        raise EncodeError(f"{where} must be {{'role': ..., 'content': ...}}, got {type(message).__name__}")
     plain = {key: without_none(value) for key, value in message.items() if value is not None}
     role = plain.get("role")
     if role not in ROLES:
-        raise EncodeError(f"{where} {_role_problem(role, plain)}; a role is one of {', '.join(ROLES)}")
+        raise EncodeError(f"{where} {_role_problem(role, plain)}; the role must be one of {', '.join(ROLES)}")
     plain["content"] = _text(plain, where)
     if not plain.get("tool_calls"):
         plain.pop("tool_calls", None)
@@ -71,18 +71,18 @@ def is_trained(message: Mapping[str, Any], where: str, any_weight: bool = False)
         None if it has neither key.
 
     Raises:
-        EncodeError: another value, or the two disagree.
+        EncodeError: a value is invalid, or the two contradict each other.
     """
     weight, loss = message.get("weight"), message.get("loss")
     if weight is not None and any_weight and not _is_weight(weight):
-        raise EncodeError(f"{where} has weight {weight!r}; with a loss scale it is a finite number from 0")
+        raise EncodeError(f"{where} has weight {weight!r}; with a loss scale it must be a finite number >= 0")
     if weight is not None and not any_weight and (isinstance(weight, bool) or weight not in (0, 1)):
         way_out = "; other weights need a loss scale: loss_scale='MessageWeightLossScale'" if _is_weight(weight) else ""
-        raise EncodeError(f"{where} has weight {weight!r}; it is 0 (not trained) or 1 (trained){way_out}")
+        raise EncodeError(f"{where} has weight {weight!r}; it must be 0 (not trained) or 1 (trained){way_out}")
     if loss is not None and not isinstance(loss, bool):
-        raise EncodeError(f"{where} has loss {loss!r}; it is true (trained) or false (not trained)")
+        raise EncodeError(f"{where} has loss {loss!r}; it must be true (trained) or false (not trained)")
     if None not in (weight, loss) and bool(weight) != loss:
-        raise EncodeError(f"{where} has weight {weight!r} and loss {loss!r}, which disagree; drop one of the two")
+        raise EncodeError(f"{where} has weight {weight!r} and loss {loss!r}, which contradict each other; drop one")
     return loss if weight is None else bool(weight)
 
 
@@ -95,21 +95,21 @@ def plain_tools(trajectory: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools of a trajectory without None-valued keys; None if it has no tools.
 
     Raises:
-        EncodeError: they are no list of JSON schemas.
+        EncodeError: they are not a list of JSON schemas.
     """
     tools = trajectory.get("tools")
     if not tools:
         return None
     if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
         raise EncodeError(
-            f"tools is a {type(tools).__name__} that is no list of dicts; it must be a list of "
-            "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+            f"tools must be a list of {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
+            f"'parameters': ...}}}}, got {type(tools).__name__}"
         )
     return [without_none(tool) for tool in tools]
 
 
 def _is_call(call: Any) -> bool:
-    """Say whether this is a tool call, in OpenAI's form or flat."""
+    """Return whether this is a tool call, in OpenAI's form or flat."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
@@ -129,7 +129,7 @@ def _text(message: Mapping[str, Any], where: str) -> Any:
         if message["role"] == "assistant" and message.get("tool_calls"):
             return ""
         raise EncodeError(
-            f"{where} ({message['role']}) has no content; give it text (it may be absent only beside tool_calls)"
+            f"{where} ({message['role']}) has no content; add text (only messages with tool_calls may omit it)"
         )
     if isinstance(content, list | tuple):
         return "".join(_part(part, where) for part in content)
@@ -141,19 +141,19 @@ def _part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise EncodeError(f"{where} has a content part of type {kind!r}, and this template reads text only")
+        raise EncodeError(f"{where} has a content part of type {kind!r}, but this template reads text only")
     text = part.get("text")
     _require_text(text, f"{where}: the text of a content part")
     return str(text)
 
 
-def _require_text(text: Any, what: str) -> None:
+def _require_text(text: Any, name: str) -> None:
     if not isinstance(text, str):
-        raise EncodeError(f"{what} is a {type(text).__name__}; it must be text")
+        raise EncodeError(f"{name} must be a string, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise EncodeError(f"{what} is not valid Unicode: a lone surrogate at character {error.start}") from error
+        raise EncodeError(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from error
 
 
 def without_none(value: Any) -> Any:
@@ -166,7 +166,7 @@ def without_none(value: Any) -> Any:
 
 
 def inline_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Put `reasoning_content` back into the content, for chat templates that would drop it."""
+    """Move `reasoning_content` into the content, for chat templates that would drop it."""
     if not message.get("reasoning_content"):
         return message
     inlined = f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"
@@ -180,7 +180,7 @@ def function_of(call: Any) -> Mapping[str, Any]:
 
 
 def silent(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with None as the content of turns that only call tools."""
+    """Return the messages with content None in turns that only call tools."""
     return [
         {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
         for message in messages
@@ -188,12 +188,12 @@ def silent(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Turn tool-call arguments given as JSON text into dicts; other text stays as it is."""
+    """Convert tool-call arguments from JSON text to dicts; other text is unchanged."""
     return _with_arguments(message, _parsed)
 
 
 def dump_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Turn tool-call arguments given as dicts into JSON text."""
+    """Convert tool-call arguments from dicts to JSON text."""
     return _with_arguments(
         message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     )

@@ -1,6 +1,6 @@
-"""Models whose chat template hides the reasoning of the last turn, or prompts otherwise than it shows a turn.
+"""Models whose chat template hides the reasoning of the last turn, or whose prompt differs from the rendered turn.
 
-What is trained must be what follows the generation prompt, so their templates put the reasoning back.
+The trained text must be what follows the generation prompt, so these templates restore the reasoning.
 """
 
 import re
@@ -16,15 +16,15 @@ from twinkle_chat.template import Template
 
 @dataclass(frozen=True)
 class ReasoningRenderer(ChatRenderer):
-    """Shows the last turn of a conversation, if it is the assistant's, as the model writes it after its prompt.
+    """Renders the last turn, if it is the assistant's, as the model generates it after its prompt.
 
-    The text is the chat template's own but for two things of that turn. A thought that the generation prompt opens is
-    there: with the row's reasoning, or closed at once. And reasoning that the row has is shown.
+    The text differs from the chat template's in two points. Reasoning of the row is shown in the last turn. If the
+    generation prompt opens a thought, the last turn has it: with the row's reasoning, or closed immediately.
 
     Attributes:
         opening: the text that begins reasoning.
         closing: the text that ends it.
-        empty: what a last turn without reasoning has of a thought that its prompt opens; "" where it has nothing.
+        empty: the thought of a last turn without reasoning whose prompt opens one; "" for none.
     """
 
     opening: str = ""
@@ -32,11 +32,11 @@ class ReasoningRenderer(ChatRenderer):
     empty: str = ""
 
     def adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with their reasoning apart, and tool calls in the form that the chat template shows."""
+        """Return messages with separate reasoning, and with tool calls in the form that the chat template shows."""
         return self.adapt_calls([split_reasoning(message) for message in messages])
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the generation prompt without the thought that it closes: the model may write one, or call a tool."""
+        """Return the generation prompt without a closed thought: the model may write its own, or call a tool."""
         header, thought = self._header(super().prompt(messages))
         return header + thought if thought == self.opening else header
 
@@ -57,7 +57,7 @@ class ReasoningRenderer(ChatRenderer):
         return header + thought + text[len(header) :]
 
     def _header(self, prompt: str) -> tuple[str, str]:
-        """Split a generation prompt into the header of the turn and the thought that it opens, or opens and closes."""
+        """Split a generation prompt into the turn's header and the thought that it opens, or opens and closes."""
         tags = re.escape(self.opening.rstrip()), re.escape(self.closing.strip())
         thought = re.search(rf"{tags[0]}\s*(?:{tags[1]}\s*)?\Z", prompt)
         return (prompt, "") if thought is None else (prompt[: thought.start()], thought[0])
@@ -75,9 +75,9 @@ class DeepseekR1Template(Template):
 
 @remote_class()
 class Gemma4Template(Template):
-    """Gemma 4: reasoning is a channel of its own; without thinking, the larger models' prompt opens and closes it.
+    """Gemma 4: reasoning has its own channel; without thinking, the prompt of the larger models opens and closes it.
 
-    Chat templates of the first revisions show the reasoning of no answer; the last turn of a row has it all the same.
+    The chat templates of the first revisions never show reasoning; here the last turn of a row has it.
     """
 
     def _chat(self, **options: Any) -> ChatRenderer:

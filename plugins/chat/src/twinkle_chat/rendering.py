@@ -22,9 +22,9 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def special_tokens(tokenizer: Any) -> frozenset[str]:
-    """Return the text of each special token, those included that have no role of their own (`<|eot_id|>`).
+    """Return the text of each special token, including those without a named role (`<|eot_id|>`).
 
-    It walks over all added tokens, of which some tokenizers have thousands, so callers keep the result.
+    It iterates over all added tokens, of which some tokenizers have thousands, so callers cache the result.
     """
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return frozenset(added | {tokenizer.eos_token}) - {None, ""}
@@ -39,7 +39,7 @@ class ChatRenderer:
         tools: the conversation's tools, or None.
         enable_thinking: the template variable of that name.
         special_tokens: the text of each of the tokenizer's special tokens.
-        chat_template: Jinja text to use instead of the tokenizer's own.
+        chat_template: Jinja text that replaces the tokenizer's own.
         variables: further variables of the chat template.
     """
 
@@ -77,34 +77,34 @@ class ChatRenderer:
             return self.adapt_calls(inlined)
         adapted = self.adapt_calls([split_reasoning(message) for message in messages])
         reasoning = adapted[-1].get("reasoning_content", "").strip()
-        thinking = replace(self, enable_thinking=True)  # without, some show none on purpose
-        if not reasoning or adapted[-1]["role"] != "assistant" or thinking._says(adapted, reasoning) is not False:
-            return adapted  # a refusal is the chat template's own, and no reason for another form
-        inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
-        return inlined if thinking._says(inlined, reasoning) else adapted
+        thinking = replace(self, enable_thinking=True)  # without thinking, some templates hide reasoning on purpose
+        if not reasoning or adapted[-1]["role"] != "assistant" or thinking._contains(adapted, reasoning) is not False:
+            return adapted  # the chat template refuses the conversation in any form
+        inlined = self.adapt_calls(inlined)  # the template handles reasoning, but in another form
+        return inlined if thinking._contains(inlined, reasoning) else adapted
 
     def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have the form that this chat template shows.
 
-        Arguments are dicts, or JSON text where the chat template does not write dicts as JSON. A turn that only calls
-        tools has the content "", or None where the chat template then writes less: some take "" for an answer beside
-        the calls, or show no call beside any content. Where no form shows all calls, the messages have the one that
-        shows most, of equal ones the first.
+        Arguments are dicts, or JSON text if the chat template does not write dicts as JSON. A turn that only calls
+        tools has the content "", or None if the chat template then writes less: some templates take "" for an answer
+        beside the calls, or show no call beside any content. If no form shows all calls, the first one that shows the
+        most is used.
         """
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
         forms: list[list[dict[str, Any]]] = []
         for arguments in (parse_arguments, dump_arguments):
             form = [arguments(message) for message in messages]
-            tries = [form, silent(form)] if silent(form) != form else [form]
-            shown = [(text, each) for each in tries if (text := self._shows(each)) is not None]
-            if shown:
-                return min(shown, key=lambda pair: len(pair[0]))[1]
-            forms += tries
+            candidates = [form, silent(form)] if silent(form) != form else [form]
+            rendered = [(text, c) for c in candidates if (text := self._shows(c)) is not None]
+            if rendered:
+                return min(rendered, key=lambda pair: len(pair[0]))[1]
+            forms += candidates
         return max(forms, key=self._names_shown)
 
     def _names_shown(self, messages: Sequence[dict[str, Any]]) -> int:
-        """Return how often the conversation as text has the names of called tools; -1 where it is refused."""
+        """Return how often names of called tools occur in the rendered conversation; -1 if the template refuses it."""
         names = {function_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()}
         try:
             text = self.render(messages)
@@ -112,20 +112,20 @@ class ChatRenderer:
             return -1
         return sum(text.count(name) for name in names)
 
-    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool | None:
-        """Say whether the conversation as text has some words in it; None where it is refused."""
+    def _contains(self, messages: Sequence[dict[str, Any]], words: str) -> bool | None:
+        """Return whether a text occurs in the rendered conversation; None if the template refuses it."""
         try:
             return words in self.render(messages)
         except EncodeError:
             return None
 
     def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
-        """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""
+        """Return the rendered conversation if it shows every tool call, with arguments as JSON or in other markup."""
         try:
             text = self.render(messages)
         except EncodeError as error:
             if isinstance(error.__cause__, RecursionError):
-                raise  # too deep in any form
+                raise  # nested too deeply in any form
             return None
         for message in messages:
             for call in message.get("tool_calls") or ():
@@ -134,14 +134,15 @@ class ChatRenderer:
                 if function["name"] not in text or (
                     isinstance(arguments, dict) and arguments and str(arguments) in text
                 ):
-                    return None  # the representation of a dict in Python is not JSON
+                    return None  # arguments were written as a Python repr, which is not JSON
         return text
 
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """Return the conversation as text.
 
         Raises:
-            EncodeError: the chat template refuses the conversation; the message has its reason, and the cause is kept.
+            EncodeError: the chat template refuses the conversation; the message has the reason, and `__cause__` the
+                error.
         """
         if any(message["content"] is None for message in messages):
             return self._jinja(messages, add_generation_prompt=add_generation_prompt)[0]
@@ -159,7 +160,7 @@ class ChatRenderer:
             )
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text after which every next turn of the assistant begins, whether it thinks or not.
+        """Return the text that ends with the generation prompt, after which the next assistant turn begins.
 
         Raises:
             EncodeError: the chat template refuses the conversation.
@@ -167,16 +168,16 @@ class ChatRenderer:
         return self.render(messages, add_generation_prompt=True)
 
     def render_marked(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[Span]]:
-        """Return the conversation as text with the spans inside `{% generation %}` blocks, in characters.
+        """Return the rendered conversation and the spans inside `{% generation %}` blocks, in characters.
 
-        The spans are used rather than transformers' token mask, because that loses the last bytes of a block that ends
-        inside a character of several tokens.
+        Spans are used instead of transformers' token mask, which loses the last bytes of a block that ends inside a
+        character of several tokens.
         """
         text, spans = self._jinja(messages, return_assistant_tokens_mask=True)
         return text, [(int(start), int(end)) for start, end in spans]
 
     def _jinja(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, Sequence[Any]]:
-        """Render without the tokenizer, which drops keys with the value None: some chat templates test for None."""
+        """Render without the tokenizer, which drops keys with the value None; some chat templates test for None."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: Mapping[str, Any] = self.tokenizer.special_tokens_map
@@ -190,7 +191,7 @@ class ChatRenderer:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise what a chat template raises as an `EncodeError`."""
+    """Raise exceptions of a chat template as `EncodeError`."""
     from jinja2 import TemplateError
 
     try:

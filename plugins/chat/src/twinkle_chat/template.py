@@ -1,4 +1,4 @@
-"""The template: conversations to tokens and labels, and tokens back to text and tool calls."""
+"""The template: encodes conversations to tokens and labels, and decodes tokens to text and tool calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,13 @@ from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class
 from twinkle_chat.encoding import (
     STRATEGIES,
-    Marked,
+    MarkedTokens,
     Strategy,
     conversation_tokens,
     feature_of,
-    fit,
     prompt_tokens,
     text_tokens,
+    truncate,
     turn_weights,
 )
 from twinkle_chat.media import TextOnly
@@ -45,9 +45,9 @@ class Template(TextOnly):
     position `i`, -100 is not trained, and the last position is always -100. The key `key_rounds` of `user_data` (a
     message index or a list of them) restricts them to some turns, and a turn with `"weight": 0` or `"loss": false` is
     never trained. Reasoning in `<think>...</think>` at the start of a turn and `reasoning_content` are the same thing;
-    the chat template decides where it is shown.
+    the chat template determines where it is shown.
 
-    It pickles without its tokenizer, which is loaded again where it is needed; one given as `tokenizer=` travels along.
+    Pickling drops a loaded tokenizer, which is loaded again on use; one passed as `tokenizer=` is pickled.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class Template(TextOnly):
         device_mesh: "DeviceMesh | None" = None,
         **kwargs: Any,
     ) -> None:
-        """Remember the options; nothing is loaded yet.
+        """Store the options; the tokenizer is loaded on first use.
 
         Args:
             model_id: a folder or a Hub id whose tokenizer is used.
-            use_chat_template: False encodes the text of a single message as it is, and trains all of it.
+            use_chat_template: False encodes the text of a single message without a template, and trains all of it.
             max_length: in tokens; None is no limit.
-            truncation_strategy: for longer rows: `raise`; cut on the `left` or `right`; `split` into several rows;
+            truncation_strategy: for longer rows: `raise`; truncate on the `left` or `right`; `split` into several rows;
                 `delete` (an empty row, which data sets drop).
             default_system: a system message for conversations that have none.
             enable_thinking: the chat template's variable of that name.
             loss_scale: weights the tokens of a conversation, in any form of component argument (`"RoleLossScale"`);
                 encoded rows then carry `loss_scale`, see `twinkle.loss_scale.LossScale`.
             tokenizer: a transformers tokenizer to use instead of loading `model_id`'s.
-            device_mesh: where the rows will be used; encoding does not depend on it.
+            device_mesh: mesh that uses the rows; encoding does not depend on it.
             **kwargs: none; an unknown name is an error.
 
         Raises:
@@ -85,15 +85,19 @@ class Template(TextOnly):
         """
         refuse_unknown(Template.__init__, kwargs, what=type(self).__name__)
         if truncation_strategy not in STRATEGIES:
-            raise ArgumentError(f"truncation_strategy is {truncation_strategy!r}; it is one of {', '.join(STRATEGIES)}")
+            raise ArgumentError(
+                f"truncation_strategy must be one of {', '.join(STRATEGIES)}, got {truncation_strategy!r}"
+            )
         if max_length is not None and (type(max_length) is not int or max_length < 1):
-            raise ArgumentError(f"max_length is {max_length!r}; it is a number of tokens from 1, or None for no limit")
+            raise ArgumentError(f"max_length must be a number of tokens >= 1, or None for no limit, got {max_length!r}")
         if default_system is not None and not use_chat_template:
-            raise ArgumentError("default_system has no place with use_chat_template=False; drop one of the two")
+            raise ArgumentError("default_system cannot be combined with use_chat_template=False; drop one of the two")
         if loss_scale is not None and not use_chat_template:
-            raise ArgumentError("loss_scale weights turns, and use_chat_template=False knows none; drop one of the two")
+            raise ArgumentError(
+                "loss_scale cannot be combined with use_chat_template=False, which has no turns; drop one of the two"
+            )
         if not model_id and tokenizer is None:
-            raise ArgumentError("a template needs model_id= (a folder or a Hub id) or tokenizer=")
+            raise ArgumentError("a template requires model_id= (a folder or a Hub id) or tokenizer=")
         self.model_id = model_id
         self.use_chat_template = use_chat_template
         self.max_length = max_length
@@ -102,38 +106,38 @@ class Template(TextOnly):
         self.enable_thinking = enable_thinking
         self.loss_scale = None if loss_scale is None else _built(loss_scale)
         self.device_mesh = device_mesh
-        self._given, self._loaded = tokenizer, None
+        self._passed_tokenizer, self._loaded_tokenizer = tokenizer, None
         self._special: tuple[int, frozenset[str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": None, "_special": None}
+        return {**self.__dict__, "_loaded_tokenizer": None, "_special": None}
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded on first use and kept.
+        """The tokenizer, loaded on first use and cached.
 
         Raises:
             ModelLoadError: there is no such model, or its tokenizer is missing or corrupt.
         """
-        if self._given is not None:
-            return self._given
-        if self._loaded is None:
+        if self._passed_tokenizer is not None:
+            return self._passed_tokenizer
+        if self._loaded_tokenizer is None:
             from transformers import AutoTokenizer
 
             from twinkle.hub import local_model
 
             folder = local_model(self.model_id)
             try:
-                self._loaded = AutoTokenizer.from_pretrained(folder)
-            except Exception as error:  # tokenizers raises bare ones
+                self._loaded_tokenizer = AutoTokenizer.from_pretrained(folder)
+            except Exception as error:  # the tokenizers library raises bare Exceptions
                 raise ModelLoadError(
                     f"model {self.model_id!r}: the tokenizer in {folder} cannot be loaded: {error}"
                 ) from error
-        return self._loaded
+        return self._loaded_tokenizer
 
     @property
     def processor(self) -> Any:
-        """What turns raw input into model input: for text, the tokenizer."""
+        """The processor of raw input: for text, the tokenizer."""
         return self.tokenizer
 
     # Encoding
@@ -144,7 +148,7 @@ class Template(TextOnly):
         """Encode one conversation, or one pair `{"positive": ..., "negative": ...}` to a pair of features.
 
         Args:
-            trajectory: `messages`, and `tools` where there are any; every other key rides along untouched.
+            trajectory: `messages` and optionally `tools`; all other keys are passed through.
             add_generation_prompt: end with the header of an assistant turn, for sampling; then nothing is trained.
             **kwargs: none; an unknown name is an error.
 
@@ -154,15 +158,15 @@ class Template(TextOnly):
             with `truncation_strategy="split"`.
 
         Raises:
-            EncodeError: the conversation cannot be encoded; the message says why and what to do.
+            EncodeError: the conversation cannot be encoded; the text has the reason and the remedy.
         """
         refuse_unknown(self.encode, kwargs, what=f"{type(self).__name__}.encode")
         if not isinstance(trajectory, Mapping):
-            raise EncodeError(f"a row is a {type(trajectory).__name__}; it must be a dict with 'messages'")
+            raise EncodeError(f"a row must be a dict with 'messages', got {type(trajectory).__name__}")
         if "messages" not in trajectory and all(side in trajectory for side in _PAIR):
             return self._encode_pair(trajectory, add_generation_prompt)
         tokens, trained = self._tokenize(trajectory, add_generation_prompt)
-        parts = fit(tokens, trained, self.max_length, self.truncation_strategy, add_generation_prompt)
+        parts = truncate(tokens, trained, self.max_length, self.truncation_strategy, add_generation_prompt)
         features: list[Any] = [feature_of(trajectory, part, self.loss_scale is not None) for part in parts]
         return features if self.truncation_strategy == "split" else features[0]
 
@@ -172,10 +176,10 @@ class Template(TextOnly):
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> list[InputFeature] | dict[str, list[Any]]:
-        """Encode many rows: a list gives a list, columns give columns. With `split` there may be more rows than before.
+        """Encode many rows: a list returns a list, columns return columns. With `split` there may be more rows.
 
         Raises:
-            EncodeError: a row cannot be encoded; the message names its number.
+            EncodeError: a row cannot be encoded; the text has its number.
         """
         refuse_unknown(self.batch_encode, kwargs, what=f"{type(self).__name__}.batch_encode")
         rows: Any = self.map_col_to_row(trajectories) if isinstance(trajectories, Mapping) else trajectories
@@ -206,13 +210,13 @@ class Template(TextOnly):
         return [self.check(row, **kwargs) for row in rows]
 
     def format_trajectory(self, trajectory: Mapping[str, Any], add_default_system: bool = False) -> Trajectory:
-        """Return the conversation as the chat template will see it; the given one is left as it is.
+        """Return a copy of the conversation in the form that the chat template reads.
 
-        None-valued keys are dropped, text parts joined, reasoning and tool arguments brought into the template's form.
+        None-valued keys are dropped, text parts joined, and reasoning and tool arguments normalized.
 
         Args:
             trajectory: the conversation.
-            add_default_system: put `default_system` first where there is no system message.
+            add_default_system: add `default_system` if there is no system message.
         """
         messages = plain_messages(trajectory, any_weight=self.loss_scale is not None)
         if add_default_system and self.default_system is not None and messages[0]["role"] != "system":
@@ -223,7 +227,7 @@ class Template(TextOnly):
         return formatted  # type: ignore[no-any-return]
 
     def renderer(self, trajectory: Mapping[str, Any]) -> ChatRenderer:
-        """Return what renders a conversation to text, with the tools of this one."""
+        """Return the renderer of a conversation, with its tools."""
         tokenizer, tools = self.tokenizer, plain_tools(trajectory)
         if self._special is None or self._special[0] != len(tokenizer):
             self._special = len(tokenizer), special_tokens(tokenizer)
@@ -232,7 +236,7 @@ class Template(TextOnly):
         )
 
     def _chat(self, **options: Any) -> ChatRenderer:
-        """Make the renderer; a family of models whose chat template does not do for training makes its own."""
+        """Create the renderer; overridden for models whose chat template is unsuitable for training."""
         return ChatRenderer(**options)
 
     def _encode_pair(self, pair: Mapping[str, Any], add_generation_prompt: bool) -> InputFeature:
@@ -247,11 +251,11 @@ class Template(TextOnly):
             except EncodeError as error:
                 raise EncodeError(f"{side}: {error}") from error
         if any(not encoded[side]["input_ids"] for side in _PAIR):
-            for side in _PAIR:  # half a pair is of no use
+            for side in _PAIR:  # half a pair is useless
                 encoded[side] = feature_of(pair[side], ((), ()), self.loss_scale is not None)
         return encoded  # type: ignore[no-any-return]
 
-    def _tokenize(self, trajectory: Mapping[str, Any], add_generation_prompt: bool) -> Marked:
+    def _tokenize(self, trajectory: Mapping[str, Any], add_generation_prompt: bool) -> MarkedTokens:
         formatted: Any = self.format_trajectory(trajectory, add_default_system=True)
         if not self.use_chat_template:
             return text_tokens(self.tokenizer, formatted, trained=not add_generation_prompt)
@@ -285,15 +289,15 @@ class Template(TextOnly):
         return parser.clean(decoded) if parser else decoded
 
     def concat_input_feature(self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]) -> InputFeature:
-        """Join sampled tokens to their prompt as trained targets; the prompt's own tokens are kept exactly.
+        """Append sampled tokens to their prompt as trained targets; the prompt's tokens are not changed.
 
         Args:
-            prompt_input_feature: one encoded row; where it has `messages`, the new assistant turn is appended to them.
+            prompt_input_feature: one encoded row; if it has `messages`, the new assistant turn is appended to them.
             new_tokens: the sampled token ids.
 
         Returns:
             A new row: `labels` and `completion_mask` cover the new tokens, `messages` has the new turn (with
-            `tool_calls` where a parser finds them).
+            `tool_calls` if a parser finds any).
 
         Raises:
             Unsupported: with `truncation_strategy="split"`, since a row then has no single continuation.
@@ -332,7 +336,7 @@ def append_tokens(prompt: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[
         position is -100. `completion_mask` is 1 where the target was sampled.
 
     Raises:
-        DataError: the prompt is no encoded row, or its sequences differ in length.
+        DataError: the prompt is not an encoded row, or its sequences differ in length.
     """
     ids = _sequence(prompt, "input_ids", None, None)
     if not ids:
@@ -362,7 +366,7 @@ def _sequence(row: Mapping[str, Any], key: str, size: int | None, default: Any) 
         return [] if default is None else [default] * (size or 0)
     values = plain_list(value)
     if values and isinstance(values[0], list):
-        raise DataError(f"{key} of the prompt is a batch; give one row at a time")
+        raise DataError(f"{key} of the prompt is a batch; pass one row at a time")
     if size is not None and len(values) != size:
         raise DataError(f"{key} of the prompt has {len(values)} values for {size} tokens")
     return values

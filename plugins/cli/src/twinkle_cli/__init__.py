@@ -1,6 +1,6 @@
 """The command `twinkle`, and `CLI.from_args()` for scripts.
 
-Nothing of a command is imported before it runs, so `twinkle --help` stays fast.
+Commands are imported when they run, so `twinkle --help` is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`twinkle plugins add|lock|verify|remove`: what may run here, and whether it is still what was reviewed."""
+"""`twinkle plugins add|lock|verify|remove`: maintain twinkle.lock, the list of code that may run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
     Exit code 1 if something was declined or could not be asked.
     """
     shown: list[Proposal] = []
-    # Plugins that pip installed run without being asked for; to lock them is to write down which they are.
+    # Plugins installed with pip run without confirmation; locking them only records their versions and files.
     renewed = _editor(shown, yes=yes, as_json=as_json, asks_for=("hub", "file")).renew()
     shown += [proposal for proposal in renewed if proposal.problem]
     _finish(ctx, shown, [None if proposal.problem else proposal for proposal in renewed], as_json=as_json)
@@ -56,7 +56,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
 @_json
 @click.pass_context
 def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None:
-    """Compare every file of every entry of twinkle.lock with what is here; exit code 1 if something is wrong."""
+    """Compare every file of every entry of twinkle.lock with the installed code; exit code 1 if something differs."""
     from twinkle._registry import registry
     from twinkle_registry.trust.editor import verify as check
 
@@ -77,7 +77,7 @@ def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None
 def remove(references: tuple[str, ...], as_json: bool) -> None:
     """Remove entries from twinkle.lock.
 
-    REFERENCE is what `add` took; `hf://org/repo` without a revision means all of them.
+    REFERENCE is as in `add`; `hf://org/repo` without a revision removes all revisions.
     """
     from twinkle_registry.trust.editor import remove as forget
     from twinkle_registry.trust.editor import still_trusted
@@ -116,7 +116,7 @@ def _open_hub(scheme: str) -> Any:
     from twinkle._registry import registry
     from twinkle_registry.resolving import open_hub
 
-    return open_hub(scheme, registry(), asked=f"{scheme}://")
+    return open_hub(scheme, registry(), context=f"{scheme}://")
 
 
 def _is_confirmed(proposal: "Proposal") -> bool:
@@ -125,23 +125,25 @@ def _is_confirmed(proposal: "Proposal") -> bool:
     try:
         return click.confirm(f"Trust {proposal.name}? It will run with all your rights", default=False)
     except click.Abort:
-        click.echo()  # end the line of the question
-        raise NotTrusted(f"add {proposal.name}: there was no answer; review the text above, then add --yes") from None
+        click.echo()  # end the line of the prompt
+        raise NotTrusted(f"add {proposal.name}: no answer; review the text above, then add --yes") from None
 
 
 def _finish(ctx: click.Context, shown: "list[Proposal]", accepted: "list[Proposal | None]", *, as_json: bool) -> None:
     from twinkle_registry.settings import lock_path
 
-    kept = [proposal for proposal in accepted if proposal is not None]
-    declined = [proposal for proposal in shown if proposal not in kept]
+    proposals = [proposal for proposal in accepted if proposal is not None]
+    declined = [proposal for proposal in shown if proposal not in proposals]
     if as_json:
-        echo_json([_plain(p, accepted=True) for p in kept] + [_plain(p, accepted=False) for p in declined])
+        echo_json([_plain(p, accepted=True) for p in proposals] + [_plain(p, accepted=False) for p in declined])
     else:
         for proposal in declined:
             click.echo(f"not trusted: {proposal.name}" + (f": {proposal.problem}" if proposal.problem else ""))
-        same = [proposal for proposal in kept if proposal.state == "same"]
-        click.echo(f"{lock_path()}: {len(kept) - len(same)} written, {len(same)} as before, {len(declined)} declined")
-    ctx.exit(1 if len(kept) < len(accepted) else 0)
+        same = [proposal for proposal in proposals if proposal.state == "same"]
+        click.echo(
+            f"{lock_path()}: {len(proposals) - len(same)} written, {len(same)} unchanged, {len(declined)} declined"
+        )
+    ctx.exit(1 if len(proposals) < len(accepted) else 0)
 
 
 def _described(proposal: "Proposal") -> str:
@@ -169,7 +171,7 @@ def _described(proposal: "Proposal") -> str:
         count = "1 file" if len(files) == 1 else f"{len(files)} files"
         tests = f"; its tests need {', '.join(review.imports_of_tests)} too" if review.imports_of_tests else ""
         lines.append(f"{count}, {review.size} bytes; needs {', '.join(review.imports) or 'nothing'}{tests}")
-    news = [f"{what}: {printable(', '.join(paths))}" for what, paths in _news(proposal) if paths]
+    news = [f"{change}: {printable(', '.join(paths))}" for change, paths in _news(proposal) if paths]
     return "\n".join([*lines, *news, *review.diff])
 
 
@@ -185,5 +187,5 @@ def _plain(proposal: "Proposal", *, accepted: bool) -> dict[str, Any]:
 
 
 def short(version: str) -> str:
-    """Return a version as a table shows it: a commit by its beginning."""
+    """Return a version as shown in tables: commits are abbreviated."""
     return version[:12] if len(version) >= 40 else version

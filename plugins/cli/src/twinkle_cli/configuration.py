@@ -31,12 +31,12 @@ class Option:
     """One field of a configuration model.
 
     Attributes:
-        path: the names that lead to it: `("lora", "rank")` is `--lora.rank`.
-        annotation: its type as written.
-        description: what it means.
-        default: its default, or None where it is required or a group.
-        required: it has none.
-        group: it is a nested model; its fields are options of their own.
+        path: names from the root: `("lora", "rank")` is `--lora.rank`.
+        annotation: its type annotation.
+        description: its description.
+        default: its default; None if it is required or a group.
+        required: it has no default.
+        group: it is a nested model, whose fields are separate options.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Option:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The plain types that a value may have; `str | None` has two."""
+        """The plain types of valid values; `str | None` has two."""
         return tuple(_leaves(self.annotation))
 
     @property
@@ -63,7 +63,7 @@ class Option:
 
 
 def options_of(model: "type[BaseModel]", prefix: Path = ()) -> Iterator[Option]:
-    """Yield the options of a model, groups before their fields; a model inside itself is not entered again."""
+    """Yield the options of a model, groups before their fields; recursive models are not expanded."""
     yield from _options(model, prefix, (model,))
 
 
@@ -81,7 +81,7 @@ def _option(path: Path, info: "FieldInfo", group: bool) -> Option:
 
 
 def nested_model(annotation: Any) -> "type[BaseModel] | None":
-    """Return the one model that `annotation` is (perhaps with None), or None."""
+    """Return the model if `annotation` is one (or `Model | None`), else None."""
     from pydantic import BaseModel
 
     leaves = [leaf for leaf in _leaves(annotation) if leaf is not types.NoneType]
@@ -90,7 +90,7 @@ def nested_model(annotation: Any) -> "type[BaseModel] | None":
 
 
 def type_text(annotation: Any) -> str:
-    """Return how the help shows a type."""
+    """Return a type as shown in the help."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_text(arguments[0])
@@ -106,7 +106,7 @@ def type_text(annotation: Any) -> str:
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """Yield the members of a union, `Annotated` taken off; of anything else, itself."""
+    """Yield the members of a union, without `Annotated`; for any other type, the type itself."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         yield from alternatives(arguments[0])
@@ -118,7 +118,7 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """Yield the types in a union, without their parameters; of a literal, the types of its values."""
+    """Yield the types in a union, without their parameters; for a literal, the types of its values."""
     for member in alternatives(annotation):
         if typing.get_origin(member) is typing.Literal:
             yield from dict.fromkeys(type(value) for value in typing.get_args(member))
@@ -139,7 +139,7 @@ _SEQUENCES = {list, tuple, set, frozenset, Sequence}
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as its version 1.2 does: `1e-5` is a number, `on`, `no` and `12:30` are texts, keys are unique."""
+    """Reads YAML 1.2: `1e-5` is a number, `on`, `no` and `12:30` are strings, and keys are unique."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own way
 
@@ -148,7 +148,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {name!r}", key.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep=deep)
 
@@ -163,7 +163,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raises `yaml.YAMLError` if it is not valid."""
+    """Return the value of a YAML text; raise `yaml.YAMLError` if it is not valid."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -171,62 +171,62 @@ def read_config(path: str) -> dict[str, Any]:
     """Return the mapping in a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or holds something else than a mapping.
+        ConfigError: the file is missing, is not YAML, or is not a mapping.
     """
     try:
         values = load_yaml(FilePath(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--config {path}: cannot be read: {reason}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {_yaml_problem(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: expected keys and values, found {type(values).__name__} {values!r}")
+        raise ConfigError(f"--config {path}: expected keys and values, got {type(values).__name__} {values!r}")
     return values
 
 
 def parse_value(text: str, option: Option) -> Any:
-    """Return what `text` behind a flag means for a field of this type.
+    """Parse the text after a flag, for a field of this type.
 
-    Text stays text where the field wants text, even if it looks like a number. Behind the flag of a list stands one
-    element (the flag may be repeated) or all of them as `[a, b]`.
+    For a string field the text is used unchanged, even if it looks like a number. The flag of a list takes one element
+    (the flag may be repeated) or all elements as `[a, b]`.
 
     Raises:
-        ValueError: the text is not YAML where the field wants a structure.
+        ValueError: the field has a structured type, and the text is not YAML.
     """
-    wanted = set(option.types)
-    if types.NoneType in wanted and text in ("null", "~", ""):
+    accepted = set(option.types)
+    if types.NoneType in accepted and text in ("null", "~", ""):
         return None
-    texts = {t for t in wanted if isinstance(t, type) and issubclass(t, str | PurePath | enum.Enum)}
-    if texts and texts == wanted - {types.NoneType}:
+    texts = {t for t in accepted if isinstance(t, type) and issubclass(t, str | PurePath | enum.Enum)}
+    if texts and texts == accepted - {types.NoneType}:
         return text
     if is_list(option) and not text.lstrip().startswith("["):
         return [parse_value(text, _element(option))] if text else []
-    if texts and not wanted & {bool, int, float} and not text.lstrip().startswith(("[", "{")):
-        return text  # `User:` and `#` are texts here, despite their meaning in YAML
+    if texts and not accepted & {bool, int, float} and not text.lstrip().startswith(("[", "{")):
+        return text  # `User:` and `#` are plain strings here, despite their meaning in YAML
     value = _yaml(text)
-    if texts and isinstance(value, bool | int | float) and type(value) not in wanted:
+    if texts and isinstance(value, bool | int | float) and type(value) not in accepted:
         return text
     return value
 
 
 def is_list(option: Option) -> bool:
-    """Return whether the field is a list and nothing else (but perhaps None), so that its flag may be repeated."""
-    wanted = set(option.types)
-    return bool(wanted & _SEQUENCES) and wanted <= {*_SEQUENCES, types.NoneType}
+    """Return whether the field is a list (or None), so that its flag may be repeated."""
+    accepted = set(option.types)
+    return bool(accepted & _SEQUENCES) and accepted <= {*_SEQUENCES, types.NoneType}
 
 
 def _element(option: Option) -> Option:
-    """Return the option that one element of a list would be."""
+    """Return an option for one element of a list."""
     annotation = next(a for a in alternatives(option.annotation) if a is not types.NoneType)
     arguments = typing.get_args(annotation)
     return Option(option.path, arguments[0] if arguments else Any)
 
 
 def is_mapping(option: Option) -> bool:
-    """Return whether the field takes a mapping of free keys, so that `--field.key value` sets one of them."""
+    """Return whether the field is a mapping with arbitrary keys, so that `--field.key value` sets one of them."""
     return any(isinstance(t, type) and issubclass(t, Mapping) for t in option.types)
 
 
@@ -239,7 +239,7 @@ def _yaml(text: str) -> Any:
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
-    """Return where a file is no YAML, and why; the error itself names no file, since it was given a text."""
+    """Return line, column and description of a YAML error; the error itself does not name the file."""
     problem = getattr(error, "problem", None) or str(error)
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else problem
@@ -247,13 +247,13 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 @dataclass
 class Flags:
-    """What the command line said.
+    """The parsed command line.
 
     Attributes:
         values: the configuration, nested.
         reserved: flags of the command itself, by name.
         sources: the flag that set each path.
-        problems: what could not be understood, one text each.
+        problems: errors, one text each.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -266,9 +266,9 @@ def parse_flags(args: Sequence[str], options: Mapping[str, Option], reserved: Ma
     """Read a command line.
 
     Args:
-        args: what follows the recipe's name.
+        args: the arguments after the recipe's name.
         options: the fields of its configuration by dotted name; `-` and `_` are equal in flags.
-        reserved: flags of the command itself, and whether each takes a value.
+        reserved: flags of the command itself, and whether each one has a value.
     """
     flags = Flags()
     rest = list(args)
@@ -293,7 +293,7 @@ def parse_flags(args: Sequence[str], options: Mapping[str, Option], reserved: Ma
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `over`, mapping by mapping."""
+    """Return `base` updated with `over`; mappings are merged recursively."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -316,11 +316,11 @@ def _take_reserved(flags: Flags, name: str, text: str | None, rest: list[str], t
     if not takes_value:
         flags.reserved[name] = ""
         if text is not None:
-            flags.problems.append(f"--{name} takes no value, {text!r} was given")
+            flags.problems.append(f"--{name} takes no value, got {text!r}")
     elif (value := _value(text, rest)) is None:
-        flags.problems.append(f"--{name} needs a value")
+        flags.problems.append(f"--{name} requires a value")
     elif name in flags.reserved:
-        flags.problems.append(f"--{name} is given twice")
+        flags.problems.append(f"--{name} is set twice")
     else:
         flags.reserved[name] = value
 
@@ -331,12 +331,12 @@ def _take_option(flags: Flags, name: str, option: Option, text: str | None, rest
         return
     value = _value(text, rest)
     if value is None:
-        flags.problems.append(f"--{name} needs a value: {option.type_text}")
+        flags.problems.append(f"--{name} requires a value: {option.type_text}")
         return
     try:
         parsed = parse_value(value, option)
     except ValueError as error:
-        flags.problems.append(f"--{name}: {error}; wanted {option.type_text}")
+        flags.problems.append(f"--{name}: {error}; expected {option.type_text}")
         return
     before = _get(flags.values, option.path)
     if is_list(option) and isinstance(before, list) and isinstance(parsed, list):
@@ -366,16 +366,14 @@ def _get(values: Any, path: Path) -> Any:
 def _set(flags: Flags, path: Path, value: Any, flag: str) -> None:
     if (first := flags.sources.get(path)) is not None:
         also = f", first as {first}" if first != flag else ""
-        flags.problems.append(
-            f"{flag} is given twice{also} ({_get(flags.values, path)!r}, then {value!r}); give it once"
-        )
+        flags.problems.append(f"{flag} is set twice{also} ({_get(flags.values, path)!r}, then {value!r}); set it once")
         return
     for length in range(1, len(path)):
         if path[:length] in flags.sources:
-            flags.problems.append(f"{flag}: {flags.sources[path[:length]]} already sets the whole of it")
+            flags.problems.append(f"{flag}: {flags.sources[path[:length]]} already sets all of it")
             return
     if any(known[: len(path)] == path for known in flags.sources):
-        flags.problems.append(f"{flag} sets the whole of what another flag sets a part of")
+        flags.problems.append(f"{flag} sets all of a value that another flag sets a part of")
         return
     target = flags.values
     for key in path[:-1]:
@@ -385,23 +383,23 @@ def _set(flags: Flags, path: Path, value: Any, flag: str) -> None:
 
 
 def _unknown_flag(name: str, options: Mapping[str, Option], reserved: Mapping[str, bool]) -> str:
-    # `--rank` for `--lora.rank`: the last part alone is the likeliest slip.
+    # `--rank` for `--lora.rank`: the last part alone is the most likely mistake.
     inner = [known for known in options if known.rpartition(".")[2] == name]
     close = inner or _in_group(name, options) or nearest(name, [*options, *reserved], 1)
     return f"unknown flag --{name}" + (f"; nearest: --{close[0]}" if close else "")
 
 
 def _in_group(name: str, options: Mapping[str, Option]) -> list[str]:
-    """Return the nearest option of the group that a flag names, so that its group is not what makes them alike."""
+    """Return the nearest option within the group of a flag, comparing only the names after the group."""
     group, dot, last = name.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in options if known.rpartition(".")[0] == group]
     return [f"{group}.{close}" for close in nearest(last, siblings, 1)] if dot else []
 
 
 def _unexpected(token: str) -> str:
-    text = f"unexpected {token!r}: every value stands behind a flag, as in --name value"
+    text = f"unexpected {token!r}: every value must follow a flag, as in --name value"
     if FilePath(token).exists():
-        text += "; it is a file or folder here, so perhaps a pattern with * fits more than one: give one of them"
+        text += "; it is a file or folder here, so a pattern with * may have matched several: pass one of them"
     return text
 
 
@@ -418,23 +416,23 @@ def validate(
     """Return the checked configuration.
 
     Args:
-        model: what it must be.
+        model: model of the configuration.
         values: the configuration, nested.
         options: the fields of the model by dotted name.
-        what: how the error names it, such as `recipe 'sft'`.
-        sources: who set a path.
-        source: who set everything else.
-        problems: what is known to be wrong already; reported together with what is found here.
+        what: name for the error, such as `recipe 'sft'`.
+        sources: the source of each path.
+        source: the source of all other values.
+        problems: problems that were found earlier; reported together with those found here.
 
     Raises:
-        ConfigError: there is any problem; one line for each, with field, value given and type wanted.
+        ConfigError: there are problems; one line for each, with field, value and expected type.
     """
     from pydantic import ValidationError
 
     all_problems = list(problems)
-    known = _known_only(model, values, (), all_problems, source)
+    known_values = _known_only(model, values, (), all_problems, source)
     try:
-        config = model.model_validate(known)
+        config = model.model_validate(known_values)
     except ValidationError as error:
         all_problems += _readable(error, options, sources, source)
     if all_problems:
@@ -446,8 +444,8 @@ def validate(
 def _known_only(
     model: "type[BaseModel]", values: Mapping[str, Any], prefix: Path, problems: list[str], source: str
 ) -> dict[str, Any]:
-    """Return the values without unknown keys, which become problems: pydantic would stop at them, or ignore them."""
-    kept: dict[str, Any] = {}
+    """Return the values without unknown keys, which are recorded: pydantic would stop at them, or ignore them."""
+    known_values: dict[str, Any] = {}
     for key, value in values.items():
         field = model.model_fields.get(key)
         if field is None and model.model_config.get("extra") != "allow":
@@ -455,8 +453,8 @@ def _known_only(
             continue
         nested = nested_model(field.annotation) if field is not None else None
         inside = nested is not None and isinstance(value, Mapping)
-        kept[key] = _known_only(nested, value, (*prefix, key), problems, source) if nested and inside else value
-    return kept
+        known_values[key] = _known_only(nested, value, (*prefix, key), problems, source) if nested and inside else value
+    return known_values
 
 
 def _unknown_key(key: str, model: "type[BaseModel]", prefix: Path, source: str) -> str:
@@ -468,7 +466,7 @@ def _unknown_key(key: str, model: "type[BaseModel]", prefix: Path, source: str) 
 def _readable(
     error: "ValidationError", options: Mapping[str, Option], sources: Mapping[Path, str], source: str
 ) -> list[str]:
-    """Return one line for each field; the several errors of a union are one."""
+    """Return one line per field; the errors for members of a union are combined."""
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         by_field.setdefault(_field_of(detail["loc"], options), []).append(detail)
@@ -491,10 +489,10 @@ def _problem_line(
         return reasons
     option, first = options[name], details[0]
     if first["type"] == "missing":
-        return f"{name}: not given, wanted {option.type_text}; pass --{name} or set it in the file of --config"
-    given = first["input"]
+        return f"{name}: required, expected {option.type_text}; pass --{name} or set it in the file of --config"
+    value = first["input"]
     setter = next((s for path, s in sources.items() if option.path[: len(path)] == path), source)
-    return f"{name}: given {given!r} ({type(given).__name__}){_from(setter)}, wanted {option.type_text}: {reasons}"
+    return f"{name}: given {value!r} ({type(value).__name__}){_from(setter)}, expected {option.type_text}: {reasons}"
 
 
 def _reason(detail: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What `twinkle plugins doctor` looks for."""
+"""The checks of `twinkle plugins doctor`."""
 
 from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
@@ -22,23 +22,29 @@ from twinkle_registry.validation import with_extra
 
 
 def examine() -> list[Problem]:
-    """Return every problem of this installation; nothing of a plugin is imported."""
+    """Return every problem of this installation, without importing plugins."""
     import warnings
 
     from twinkle._registry import registry
 
     dists = list(distributions())
-    gone = gone_editables(dists)
-    installation = [*gone.values(), *gone_paths(dists), *second_commands(dists)]
+    missing_folders = gone_editables(dists)
+    installation = [*missing_folders.values(), *gone_paths(dists), *second_commands(dists)]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the same notices are among the problems
+            warnings.simplefilter("ignore")  # the same notices are part of the problems
             plugins = registry()
     except SettingsError as error:
         wrong = dict.fromkeys([str(error), *_policy()])
         return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
     settings = [*_settings(plugins), *(Problem("settings", text) for text in _policy())]
-    problems = [*_unusable(plugins, gone), *settings, *_conflicts(plugins), *_missing(plugins), *_promises(plugins)]
+    problems = [
+        *_unusable(plugins, missing_folders),
+        *settings,
+        *_conflicts(plugins),
+        *_missing(plugins),
+        *_promises(plugins),
+    ]
     return [*problems, *_lock(plugins), *_revocations(), *installation, *second_owners(dists, plugins.records)]
 
 
@@ -63,7 +69,7 @@ def _remedy(record: PluginRecord, line: int) -> str:
         return ""  # the reason ends with the commands
     if record.location:
         place = f"{record.location}:{line}" if line else record.location
-        return f"edit {place}, or tell its author; without it: pip uninstall {record.dist}"
+        return f"edit {place}, or report it to its author; to remove it: pip uninstall {record.dist}"
     return f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
 
 
@@ -73,7 +79,7 @@ def _settings(registry: Registry) -> Iterator[Problem]:
 
 
 def _policy() -> list[str]:
-    """Return what is wrong with `[trust]`; it is read where code is trusted only, so no start has told of it."""
+    """Return the problems of `[trust]`, which is only read when code from a Hub is loaded."""
     from twinkle_registry.trust.policy import Policy
 
     try:
@@ -84,13 +90,13 @@ def _policy() -> list[str]:
 
 
 def _revocations() -> Iterator[Problem]:
-    """Yield what is wrong with the revocation lists; those of the network are as they were read last."""
+    """Yield the problems of the revocation lists; lists on the network are not read again."""
     from twinkle_registry.trust.policy import Policy
 
     try:
         lists = Policy.load().revoked
     except (SettingsError, RequirementMissing):
-        return  # the settings say it
+        return  # reported with the settings
     for known in lists:
         for text in filter(None, (known.error, known.problem)):
             yield Problem("revocation list", text, "twinkle plugins revoked")
@@ -109,11 +115,13 @@ def _missing(registry: Registry) -> Iterator[Problem]:
     """Yield missing requirements of components; those of an extra are reported as optional."""
     dists = {record.name: record.dist for record in registry.records}
     lacking: dict[tuple[str, MissingRequirement], list[str]] = {}
-    known: dict[tuple[str, ...], list[MissingRequirement]] = {}  # most components of a plugin need the same
+    cache: dict[
+        tuple[str, ...], list[MissingRequirement]
+    ] = {}  # most components of a plugin have the same requirements
     for spec in _specs(registry):
-        if spec.requires not in known:
-            known[spec.requires] = missing_requirements(spec)
-        for missing in known[spec.requires]:
+        if spec.requires not in cache:
+            cache[spec.requires] = missing_requirements(spec)
+        for missing in cache[spec.requires]:
             lacking.setdefault((spec.dist, missing), []).append(spec.name)
     for (plugin, missing), names in lacking.items():
         extra = with_extra(missing.requirement, (dists[plugin],))
@@ -127,35 +135,37 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
-    """Yield components and hooks whose module, or whose name in it, is not there or is not valid Python.
+    """Yield components and hooks whose module is missing or invalid, or whose name is missing in it.
 
     Nothing is imported, so errors at import, and names that are defined at run time, are not detected.
     """
     for record in registry.records:
         for wrong, names in syntax_errors(record).items():
-            what = f"{record.name}: {wrong}" + (f"; {', '.join(names)} cannot be imported" if names else "")
-            yield Problem("broken module", what, f"edit it, reinstall {record.dist} or tell its author")
+            text = f"{record.name}: {wrong}" + (f"; {', '.join(names)} cannot be imported" if names else "")
+            yield Problem("broken module", text, f"edit it, reinstall {record.dist} or report it to its author")
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]
         if not _exists(module):
-            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
-            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+            error = PluginBroken(f"{spec}: its manifest has ref = {spec.ref!r}, but there is no module {module!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or report it to its author")
         elif surely_lacks(spec.ref):
             name = spec.ref.partition(":")[2]
-            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but {module} has no {name!r}")
-            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+            error = PluginBroken(f"{spec}: its manifest has ref = {spec.ref!r}, but {module} has no {name!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or report it to its author")
     for record in registry.records:
         hooks = record.manifest.hooks if record.manifest and record.status == "ok" else None
         if hooks is not None and not _exists(hooks.module):
-            what = f"{record.name}: its manifest says hooks.module = {hooks.module!r}, but there is no such module"
-            yield Problem("broken hooks", what, f"edit {record.location}, reinstall {record.dist} or tell its author")
+            text = f"{record.name}: its manifest has hooks.module = {hooks.module!r}, but there is no such module"
+            yield Problem(
+                "broken hooks", text, f"edit {record.location}, reinstall {record.dist} or report it to its author"
+            )
 
 
 def _exists(module: str) -> bool:
-    """Say whether there is such a module, or that cannot be determined without importing its package."""
+    """Return whether a module exists; True if that cannot be determined without importing its package."""
     try:
         return find_module(module) is not None
-    except (KeyError, NotTrusted):  # the check of the lock speaks of code that may not be read
+    except (KeyError, NotTrusted):  # reported by the check of the lock
         return True
 
 
@@ -172,8 +182,8 @@ def _lock(registry: Registry) -> Iterator[Problem]:
         from twinkle_registry.trust.editor import verify
 
         if _policy():
-            return  # told already, and nothing can be checked against it
-        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+            return  # already reported; an unreadable lock cannot be checked
+        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, context=f"{scheme}://"))
     except NotTrusted:
         return  # the registry has already reported that this lock is ignored
     except SettingsError as error:

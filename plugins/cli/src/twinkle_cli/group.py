@@ -1,4 +1,4 @@
-"""The top of the command line and the group `twinkle plugins`: find own and plugins' commands, report errors."""
+"""The command `twinkle` and its group `plugins`: finds built-in commands and commands of plugins, reports errors."""
 
 import importlib
 import os
@@ -30,21 +30,21 @@ class LazyGroup(click.Group):
     """A group whose commands are `module:attribute` until one of them runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, own and plugins'."""
+        """Return the names of all commands, built-in ones and those of plugins."""
         return sorted(self._summaries())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return one command; a plugin's plain callable is wrapped into one."""
+        """Import and return one command; a plain callable of a plugin is wrapped in a command."""
         if cmd_name in OWN:
             module, _, attribute = OWN[cmd_name][0].partition(":")
-            own: click.Command = getattr(importlib.import_module(module), attribute)
-            return own
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+            return command
         return plugins_command(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; an unknown one is an error that names the nearest."""
+        """Find the command; the error for an unknown one has the nearest names."""
         name = args[0]
         if not name.startswith("-") and name not in OWN and name not in self._summaries():
             from twinkle_registry import nearest
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help text, as wide as the terminal but for at most 100 columns."""
+        """Return the help text, as wide as the terminal, at most 100 columns."""
         ctx.terminal_width = ctx.terminal_width or _terminal_width()
         return super().get_help(ctx)
 
@@ -70,13 +70,13 @@ class LazyGroup(click.Group):
         """Run a command line; a `TwinkleError` prints its message (with `--debug` a traceback) and exits with 2."""
         from twinkle.errors import TwinkleError
 
-        given = sys.argv[1:] if args is None else list(args)
+        arguments = sys.argv[1:] if args is None else list(args)
         try:
             with warnings.catch_warnings():
                 _show_notices_plainly()
-                return super().main(given, *rest, **extra)
+                return super().main(arguments, *rest, **extra)
         except TwinkleError as error:
-            if "--debug" in given:
+            if "--debug" in arguments:
                 import traceback
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
             sys.exit(EXIT_ERROR)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; Ctrl-C ends with the exit code that shells expect of it."""
+        """Run the command; Ctrl-C exits with the code that shells expect."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -96,7 +96,7 @@ class LazyGroup(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
 
     def _summaries(self) -> dict[str, str]:
-        """Return name and summary of every command. The registry itself would cost twice the rest of `--help`."""
+        """Return name and summary of every command. Importing the registry would triple the time of `--help`."""
         return plugins_summaries(OWN) | {name: summary for name, (_, summary) in OWN.items()}
 
 
@@ -104,7 +104,7 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
     """Return name and summary of every command that plugins add to a group, without importing any.
 
     Args:
-        own: names that the group has itself; a plugin's command of such a name is `plugin/name`.
+        own: built-in names of the group; a plugin's command with such a name is `plugin/name`.
         group: the first word of the manifest's names, as in `plugins new`; empty for the top.
     """
     from twinkle_registry import Settings, installed_plugins
@@ -138,7 +138,7 @@ def _frozen() -> "Frozen | None":
 
 
 def refuse_command(name: str, group: str = "") -> None:
-    """Raise `NotTrusted` if an installed plugin has a command that may not run here, such as in a frozen run."""
+    """Raise `NotTrusted` if an installed plugin has this command but may not run it, such as in a frozen run."""
     from twinkle._registry import registry
     from twinkle_registry import NotTrusted
 
@@ -182,12 +182,12 @@ def _show_notices_plainly() -> None:
 
 
 def _rank() -> str:
-    """Return which of several processes this is, for their common terminal."""
+    """Return the rank of this process, for output of several processes on one terminal."""
     return f" [rank {os.environ.get('RANK', '0')}]" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _terminal_width() -> int:
-    # click asks shutil, whose import (with every compression module) costs as much as all of our own.
+    # click uses shutil, whose import (with every compression module) takes as long as all of our own.
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal():
         width = int(columns)
@@ -237,7 +237,7 @@ def _freeze(ctx: click.Context, parameter: click.Parameter, given: bool) -> None
 @click.option(
     "--frozen",
     is_flag=True,
-    is_eager=True,  # so that `--frozen --help` lists what a frozen run has
+    is_eager=True,  # so that `--frozen --help` lists the commands of a frozen run
     expose_value=False,
     callback=_freeze,
     help="Run only what twinkle.lock lists.",
@@ -247,18 +247,18 @@ def main() -> None:
 
 
 OFFERED_BY = {"new": "twinkle-scaffolds", "patches": "twinkle-patches", "test": "twinkle-testing"}
-"""Commands of our own distributions that an installation may lack."""
+"""Commands of our own distributions that may not be installed."""
 
 
 class PluginsGroup(click.Group):
-    """A group of own commands and of those that plugins add; own ones win."""
+    """A group of built-in commands and commands of plugins; built-in ones take precedence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
         return sorted({*self.commands, *plugins_summaries(self.commands, "plugins")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return an own command, or import a plugin's."""
+        """Return a built-in command, or import one of a plugin."""
         return self.commands.get(cmd_name) or plugins_command(cmd_name, "plugins")
 
     def resolve_command(
@@ -282,6 +282,8 @@ class PluginsGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing those of plugins."""
-        own = {name: command.get_short_help_str(100) for name, command in self.commands.items() if not command.hidden}
+        summaries = {
+            name: command.get_short_help_str(100) for name, command in self.commands.items() if not command.hidden
+        }
         with formatter.section("Commands"):
-            formatter.write_dl(sorted((plugins_summaries(self.commands, "plugins") | own).items()))
+            formatter.write_dl(sorted((plugins_summaries(self.commands, "plugins") | summaries).items()))

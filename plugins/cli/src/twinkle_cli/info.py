@@ -1,4 +1,4 @@
-"""`twinkle plugins info`: what a plugin or component is, where it is from, and which parameters it takes."""
+"""`twinkle plugins info`: description, origin and parameters of a plugin or component."""
 
 import inspect
 import re
@@ -17,18 +17,18 @@ _ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)(?: \([^)]*\))?: *(?P<text>.*)")
 
 
 def parameters_of(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return the parameters of a component, which is imported for it, and its signature on one line.
+    """Import a component; return its parameters, and its signature on one line.
 
     Returns:
-        None and the reason, where they cannot be known. Else, of each parameter `name` (with its stars), `type`,
-        `default` (source text, None without one), `required` and `meaning` (from the `Args:` of the docstring); and
-        `FocalLoss(gamma: float = 2.0)`.
+        None and the reason, if they cannot be determined. Otherwise, for each parameter `name` (with its stars),
+        `type`, `default` (source text, None without one), `required` and `meaning` (from the `Args:` of the docstring);
+        and `FocalLoss(gamma: float = 2.0)`.
     """
     try:
         component = registry().load(spec)
         signature = inspect.signature(component)
     except (TwinkleError, TypeError, ValueError) as error:
-        return None, f"not known: {error}"
+        return None, f"unknown: {error}"
     meanings = _meanings(component)
     parameters = [_parameter(p, meanings) for p in signature.parameters.values()]
     texts = [parameter_text(parameter) for parameter in parameters]
@@ -46,7 +46,7 @@ def parameter_text(parameter: dict[str, Any]) -> str:
 
 
 def options_of_config(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return the fields of the options model that a manifest names, or None and the reason why they are not known."""
+    """Return the fields of the options model that a manifest names, or None and the reason why they are unknown."""
     if not spec.config:
         return [], ""
     from dataclasses import replace
@@ -56,9 +56,9 @@ def options_of_config(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None,
     try:
         model = registry().load(replace(spec, ref=spec.config))
     except TwinkleError as error:
-        return None, f"not known: {error}"
+        return None, f"unknown: {error}"
     if not hasattr(model, "model_fields"):
-        return None, f"not known: {spec.config} is no pydantic model"
+        return None, f"unknown: {spec.config} is not a pydantic model"
     return [
         {
             "name": option.name,
@@ -87,7 +87,7 @@ def _parameter(parameter: inspect.Parameter, meanings: dict[str, str]) -> dict[s
 
 
 def _meanings(component: Any) -> dict[str, str]:
-    """Return what the docstrings of a class and of its `__init__` say of each argument, in one line each."""
+    """Return the description of each argument in the docstrings of a class and of its `__init__`, on one line each."""
     texts = [vars(component).get("__init__")] if isinstance(component, type) else []
     meanings: dict[str, str] = {}
     for source in [component, *texts]:
@@ -120,7 +120,7 @@ def describe(records: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str
 
 
 def published(dist: str) -> dict[str, str]:
-    """Return `licence` and `homepage` of a distribution as its metadata have them; empty texts where they have none."""
+    """Return `licence` and `homepage` from the metadata of a distribution; empty strings if missing."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
@@ -132,7 +132,7 @@ def published(dist: str) -> dict[str, str]:
     labels = ("homepage", "home", "repository", "source", "sourcecode")
     first = {key: next(iter(fields.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
     homepage = first["Home-page"] or next((by_label[label] for label in labels if label in by_label), "")
-    # The older field may hold the whole text of the licence.
+    # The older field may contain the full text of the licence.
     licence = first["License-Expression"] or first["License"].strip().partition("\n")[0]
     return {"licence": licence, "homepage": homepage}
 
@@ -165,9 +165,9 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
     plugin = registry().checked(_record_of(spec))
     record = _as_used(plugin, spec)
-    usable = record.status == "ok"  # of any other plugin nothing is imported
+    usable = record.status == "ok"  # other plugins are not imported
     why = record.reason if plugin.status == "ok" else f"its plugin is {plugin.status}"
-    parameters, text = parameters_of(spec) if usable else (None, f"not known: {why}")
+    parameters, text = parameters_of(spec) if usable else (None, f"unknown: {why}")
     signature, trouble = ("", text) if parameters is None else (text, "")
     options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, text)
     plain = {
@@ -224,25 +224,25 @@ def _as_used(record: PluginRecord, spec: ComponentSpec) -> PluginRecord:
         status: Literal["broken", "disabled"] = "broken" if isinstance(error, PluginBroken) else "disabled"
         return replace(record, status=status, reason=str(error), cause=error)
     except TwinkleError:
-        return record  # a package that it needs is not here, which is said of its needs
+        return record  # a missing package is reported with the requirements
     return record
 
 
 def _record_of(spec: ComponentSpec) -> PluginRecord:
-    """Return the plugin that lists this very component; two plugins may bear one name."""
+    """Return the plugin that lists this component; two plugins may have the same name."""
     records = [record for record in registry().records if record.manifest]
     return next(r for r in records if r.manifest and any(c is spec for c in r.manifest.components))
 
 
 def _needs_text(spec: ComponentSpec, missing: dict[str, str]) -> str:
     if not spec.requires:
-        return "nothing beside twinkle-core"
+        return "nothing except twinkle-core"
     met = [f"{requirement} (met)" for requirement in spec.requires if requirement not in missing]
     return "\n".join([*met, *missing.values()])
 
 
 def _listed(parameters: list[dict[str, Any]]) -> str:
-    """Return a line for each, and what it means indented below where that is known."""
+    """Return a line for each parameter, with its description indented below if known."""
     lines = []
     for parameter in parameters:
         lines.append(parameter_text(parameter))

@@ -1,4 +1,4 @@
-"""What `twinkle plugins doctor` reports of an installation: folders that are gone, and files that clash."""
+"""Checks of the installation for `twinkle plugins doctor`: missing folders and conflicting files."""
 
 import json
 import os
@@ -19,10 +19,10 @@ class Problem:
     """A problem and its remedy (empty if `what` contains it).
 
     Attributes:
-        kind: what sort of thing.
-        what: the thing itself.
-        remedy: what to do.
-        optional: it matters only if it is used: an extra that is not installed.
+        kind: type of the problem.
+        what: description.
+        remedy: command or action that solves it.
+        optional: it matters only if the component is used, as for an extra that is not installed.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 def gone_editables(dists: Iterable[Distribution]) -> dict[str, Problem]:
-    """Return a problem for each distribution that was installed from a folder that is no more, by canonical name."""
+    """Return a problem for each editable distribution whose folder no longer exists, by canonical name."""
     missing = {}
     for dist in dists:
         folder = _editable_folder(dist)
@@ -40,27 +40,27 @@ def gone_editables(dists: Iterable[Distribution]) -> dict[str, Problem]:
             name = _name(dist)
             missing[canonical(name)] = Problem(
                 "stale editable install",
-                f"{name} {dist.version} was installed as editable from {folder}, which is gone",
-                f"pip install -e again from where it is now, or pip uninstall {name}",
+                f"{name} {dist.version} was installed as editable from {folder}, which no longer exists",
+                f"run pip install -e in its new folder, or pip uninstall {name}",
             )
     return missing
 
 
 def gone_paths(dists: Iterable[Distribution]) -> Iterator[Problem]:
-    """Yield the lines of `.pth` files that lead nowhere, but for those of distributions whose folder is gone."""
+    """Yield lines of `.pth` files with missing folders, except for distributions that are already reported."""
     reported = [folder for dist in dists if (folder := _editable_folder(dist)) and not folder.is_dir()]
     for file, line in _path_lines():
         path = Path(os.path.normpath(file.parent / line))
         if not path.exists() and not any(path.is_relative_to(folder) for folder in reported):
             yield Problem(
                 "stale path file",
-                f"{file} puts {path} on sys.path, which is gone",
-                f"install what it belongs to again, or remove {file}",
+                f"{file} adds {path} to sys.path, which does not exist",
+                f"reinstall the package that it belongs to, or remove {file}",
             )
 
 
 def second_owners(dists: Iterable[Distribution], records: Iterable[PluginRecord]) -> Iterator[Problem]:
-    """Yield distributions that put files into a package of another: whichever came last has overwritten."""
+    """Yield distributions with files in the package of another one: the last installed one has overwritten them."""
     owners = {"twinkle": "twinkle-core", "twinkle_registry": "twinkle-registry"}
     owners |= {record.package: record.dist for record in records if record.package and "://" not in record.dist}
     for dist in dists:
@@ -69,7 +69,7 @@ def second_owners(dists: Iterable[Distribution], records: Iterable[PluginRecord]
             if f"\n{package}/" in record and canonical(name := _name(dist)) != canonical(owner):
                 yield Problem(
                     f"second owner of {package}/",
-                    f"{name} {dist.version} installs files into the package {package!r}, which is {owner}'s",
+                    f"{name} {dist.version} installs files into the package {package!r}, which belongs to {owner}",
                     f"pip uninstall {name}, then pip install --force-reinstall --no-deps {owner}",
                 )
 
@@ -81,7 +81,7 @@ def second_commands(dists: Iterable[Distribution]) -> Iterator[Problem]:
         if "twinkle" in commands and canonical(name := _name(dist)) != "twinkle-cli":
             yield Problem(
                 "second command twinkle",
-                f"{name} {dist.version} installs a command 'twinkle', which is twinkle-cli's",
+                f"{name} {dist.version} installs a command 'twinkle', which belongs to twinkle-cli",
                 f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-cli; until then: "
                 "python -m twinkle.cli",
             )
@@ -92,10 +92,10 @@ def _name(dist: Distribution) -> str:
 
 
 def _editable_folder(dist: Distribution) -> Path | None:
-    """Return the folder that an editable distribution was installed from; None for every other."""
+    """Return the folder that an editable distribution was installed from; None for any other distribution."""
     try:
-        said = json.loads(dist.read_text("direct_url.json") or "{}")
-        url = urlparse(said["url"]) if said["dir_info"]["editable"] else None
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = urlparse(origin["url"]) if origin["dir_info"]["editable"] else None
     except (ValueError, KeyError, TypeError):
         return None
     return Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None

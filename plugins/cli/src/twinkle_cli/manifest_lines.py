@@ -25,11 +25,11 @@ class _Table:
 
 
 def with_lines(reason: str, path: str) -> str:
-    """Return the problems of a manifest, each with `line N: ` before it where its line is found.
+    """Return the problems of a manifest, each prefixed with `line N: ` if its line is known.
 
     Args:
-        reason: the text of the error, a problem a line, each indented.
-        path: the manifest; what cannot be read leaves the text as it is.
+        reason: the text of the error, with one indented problem per line.
+        path: the manifest; if it cannot be read, the text is returned unchanged.
     """
     try:
         tables = _tables(Path(path).read_text("utf-8"))
@@ -43,7 +43,7 @@ def with_lines(reason: str, path: str) -> str:
 
 
 def first_line(reason: str) -> int:
-    """Return the first line that a text made by `with_lines` names, or 0."""
+    """Return the first line number in a text of `with_lines`, or 0."""
     match = re.search(r"(?:^|: )\s*line (\d+): ", reason, re.MULTILINE)
     return int(match[1]) if match else 0
 
@@ -56,8 +56,8 @@ def _with_line(text: str, tables: list[_Table]) -> str:
 
 def _line_of(problem: str, tables: list[_Table]) -> int:
     components = [table for table in tables if table.name == "component"]
-    if named := _NAMED.match(problem):
-        matching = [table for table in components if named["name"] in table.keys.get("name", (0, ""))[1]]
+    if component_match := _NAMED.match(problem):
+        matching = [table for table in components if component_match["name"] in table.keys.get("name", (0, ""))[1]]
         return _key_of(matching[0], "kind") if matching else 0
     if _HOOK.match(problem):
         return _hooks_line(tables, "implements")
@@ -74,14 +74,14 @@ def _line_of(problem: str, tables: list[_Table]) -> int:
 
 
 def _key_of(table: _Table, key: str) -> int:
-    """Return the line of a key; of one that is missing, that of its table."""
+    """Return the line of a key; for a missing key, the line of its table."""
     return table.keys.get(key, (table.line, ""))[0]
 
 
 def _hooks_line(tables: list[_Table], key: str) -> int:
     """`hooks` is one line at the top, or a separate table."""
-    own = [table for table in tables if table.name == "hooks"]
-    return _key_of(own[0], key) if own else tables[0].keys.get("hooks", (0, ""))[0]
+    hooks_tables = [table for table in tables if table.name == "hooks"]
+    return _key_of(hooks_tables[0], key) if hooks_tables else tables[0].keys.get("hooks", (0, ""))[0]
 
 
 def _header(tables: list[_Table], name: str) -> int:
@@ -89,7 +89,7 @@ def _header(tables: list[_Table], name: str) -> int:
 
 
 def _tables(text: str) -> list[_Table]:
-    """Return the tables in order, the top first. Keys in values that go over several lines are not taken for keys."""
+    """Return the tables in order, the top first. Keys inside multi-line values are ignored."""
     tables = [_Table("", 0)]
     depth, quote = 0, ""
     for number, line in enumerate(text.splitlines(), 1):

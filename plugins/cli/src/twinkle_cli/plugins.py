@@ -1,4 +1,4 @@
-"""`twinkle plugins`: what is installed, what each part is, and what is wrong."""
+"""`twinkle plugins`: list, explain and check plugins."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def plugins() -> None:
 @click.argument("kind", required=False)
 @_json
 def list_plugins(kind: str | None, as_json: bool) -> None:
-    """List every plugin, usable or not; with KIND every component of it, such as all of kind loss."""
+    """List every plugin, usable or not; with KIND, every component of this kind, such as loss."""
     from twinkle._registry import registry
 
     if kind is not None:
@@ -44,7 +44,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
             click.echo(f"  {_in_one_line(reason_with_lines(record))}")
         if plain["lacks"]:
             click.echo(
-                f"  a part of it needs {', '.join(plain['lacks'])}, which is not here; see: twinkle plugins doctor"
+                f"  a component requires {', '.join(plain['lacks'])}, not installed; see: twinkle plugins doctor"
             )
     click.echo("the names of one kind: twinkle plugins list KIND, such as loss")
 
@@ -67,7 +67,7 @@ def info(name: str, as_json: bool) -> None:
     click.echo("\n\n".join(text for _, text in map(describe, records)))
 
 
-@plugins.command(short_help="Look for everything that may go wrong.")
+@plugins.command(short_help="Check the installation for problems.")
 @_json
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
@@ -79,12 +79,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     from twinkle_cli.doctor import examine
 
-    found = examine()
-    problems = [problem for problem in found if not problem.optional]
+    installation_problems = examine()
+    problems = [problem for problem in installation_problems if not problem.optional]
     if as_json:
-        echo_json([asdict(problem) for problem in found])
+        echo_json([asdict(problem) for problem in installation_problems])
     else:
-        for problem in sorted(found, key=lambda problem: not problem.optional):
+        for problem in sorted(installation_problems, key=lambda problem: not problem.optional):
             click.echo(f"{problem.kind}: {problem.what}" + (f"\n  -> {problem.remedy}" if problem.remedy else ""))
         click.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found")
     ctx.exit(1 if problems else 0)
@@ -95,7 +95,7 @@ for command in (*COMMANDS, *TRUST_COMMANDS, *REVOCATION_COMMANDS, search, types)
 
 
 def _list_components(kind: str, as_json: bool) -> None:
-    """Show what the manifests say of each component of one kind."""
+    """Show the manifest entries of the components of one kind."""
     from twinkle._registry import registry
     from twinkle_registry.explain import unknown_kind
 

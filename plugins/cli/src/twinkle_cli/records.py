@@ -1,4 +1,4 @@
-"""What commands show of an installed plugin: its fields, why it cannot be used, which requirements are missing."""
+"""Formats an installed plugin for commands: its fields, why it cannot be used, and missing requirements."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
 
 
 def reason_with_lines(record: "PluginRecord") -> str:
-    """Return why a plugin cannot be used, with the lines of its manifest that are to blame, as the doctor does."""
+    """Return why a plugin cannot be used, with the lines of its manifest that cause it, as in the doctor."""
     from twinkle_cli.manifest_lines import with_lines
     from twinkle_registry import ManifestError, PluginBroken
 
@@ -49,14 +49,16 @@ def reason_with_lines(record: "PluginRecord") -> str:
 
 
 def _lacking(record: "PluginRecord") -> list[str]:
-    """Return the requirements of a usable plugin's components whose distribution is nowhere on sys.path.
+    """Return the requirements of a usable plugin's components whose distribution is not on sys.path.
 
-    Names are enough for `plugins list`, which has to be fast; the doctor checks versions, extras and markers.
+    `plugins list` has to be fast and checks names only; the doctor checks versions, extras and markers.
     """
     if record.manifest is None or record.status != "ok":
         return []
-    wanted = dict.fromkeys(text for spec in record.manifest.components for text in spec.requires if ";" not in text)
-    names = {text: _NAME.match(text) for text in wanted}
+    requirements = dict.fromkeys(
+        text for spec in record.manifest.components for text in spec.requires if ";" not in text
+    )
+    names = {text: _NAME.match(text) for text in requirements}
     return [text for text, name in names.items() if name and canonical(name[0]) not in _installed()]
 
 
@@ -66,7 +68,7 @@ def _installed() -> frozenset[str]:
     for entry in sys.path:
         try:
             files = os.listdir(entry or ".")  # noqa: PTH208 - a third of pathlib's time
-        except OSError:  # an archive, or a path that leads nowhere
+        except OSError:  # an archive, or a missing path
             continue
         names.update(canonical(file.split("-", 1)[0]) for file in files if file.endswith(_METADATA))
     return frozenset(names)

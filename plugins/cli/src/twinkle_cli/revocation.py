@@ -1,4 +1,4 @@
-"""`twinkle plugins keygen|revoke|revoked`: signed lists of code that must not run any more."""
+"""`twinkle plugins keygen|revoke|revoked`: signed lists of code that must no longer run."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _file = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(short_help="Make an ed25519 key that signs plugins and revocation lists.")
+@click.command(short_help="Create an ed25519 key for signing plugins and revocation lists.")
 @click.argument("file", type=_file)
 def keygen(file: Path) -> None:
     """Write a new private key to FILE, which must not exist yet, and its public key to standard output.
@@ -32,7 +32,7 @@ def keygen(file: Path) -> None:
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror}; name a file that does not exist yet") from error
+        raise OutputError(f"cannot write {file}: {error.strerror}; choose a file that does not exist yet") from error
     with os.fdopen(handle, "wb") as stream:
         stream.write(private)
     click.echo(public)
@@ -43,17 +43,19 @@ def keygen(file: Path) -> None:
 @click.argument("code", nargs=-1, metavar="[CODE]...")
 @click.option("--key", type=_file, required=True, help="The private key that signs the list.")
 @click.option("--reason", default="", help="Reason for revoking CODE; shown to users and tenants.")
-@click.option("--restore", multiple=True, metavar="CODE", help="Take CODE out of the list; may be repeated.")
-@click.option("--days", type=click.IntRange(1, 3650), default=30, show_default=True, help="Until the list expires.")
+@click.option("--restore", multiple=True, metavar="CODE", help="Remove CODE from the list; may be repeated.")
+@click.option(
+    "--days", type=click.IntRange(1, 3650), default=30, show_default=True, help="Days until the list expires."
+)
 @_json
 def revoke(
     file: Path, code: tuple[str, ...], key: Path, reason: str, restore: tuple[str, ...], days: int, as_json: bool
 ) -> None:
-    """Write the next list to FILE: what it has now, and CODE; without CODE it is signed again with new dates.
+    """Write the next list to FILE: its present content and CODE; without CODE, sign it again with new dates.
 
     CODE is `hf://org/repo@commit`, a pattern such as `hf://org/*`, or `sha256:DIGEST` with the digest of an entry in
-    twinkle.lock. Where twinkle.lock lists a commit, the digest of its files is revoked as well, so that a copy in
-    another repository does not run either. Publish FILE where the policies of your users say it is.
+    twinkle.lock. If twinkle.lock lists a commit, the digest of its files is revoked as well, so that a copy in
+    another repository does not run either. Publish FILE at the location that the policies of your users name.
     """
     from twinkle.errors import ArgumentError
     from twinkle.paths import write_text
@@ -61,18 +63,18 @@ def revoke(
     from twinkle_registry.trust.signatures import read_private_key
 
     if code and not reason.strip():
-        raise ArgumentError("--reason must say why the code must not run any more, got nothing")
+        raise ArgumentError("--reason must state why the code is revoked, got an empty string")
     private = _read(key)
     public = read_private_key(private, "to sign a revocation list").public_key().public_bytes_raw()
     old = _old(file, public)
     new = [entry for text in code for entry in _entries(text, reason.strip())]
     for entry in new:
         check_entry(entry)
-    kept = [entry for entry in old.revoked if entry not in new and not _is_named(entry, restore)]
+    remaining = [entry for entry in old.revoked if entry not in new and not _is_named(entry, restore)]
     if absent := [text for text in restore if not any(_is_named(entry, (text,)) for entry in old.revoked)]:
         raise ArgumentError(f"{file} does not revoke {', '.join(absent)}")
     now = int(time.time())
-    renewed = RevocationList(old.sequence + 1, now, now + days * _DAY, (*kept, *new))
+    renewed = RevocationList(old.sequence + 1, now, now + days * _DAY, (*remaining, *new))
     write_text(file, sign(renewed, private).decode())
     if as_json:
         echo_json(_plain(renewed))
@@ -112,7 +114,7 @@ def _read(file: Path) -> bytes:
 
 
 def _old(file: Path, public: bytes) -> "RevocationList":
-    """Return the list that is there, which the same key must have signed; the first one follows an empty one."""
+    """Return the present list, which must be signed by the same key; an empty one if the file does not exist."""
     from twinkle_registry.trust.revocation import RevocationList, read_list
 
     return read_list(_read(file), [public], where=str(file)) if file.exists() else RevocationList(0, 0, 0)

@@ -1,6 +1,6 @@
-"""`twinkle run RECIPE`: a recipe's configuration becomes options, the recipe gets it checked, and a run is made.
+"""`twinkle run RECIPE`: options from the recipe's configuration model, validation, and the run itself.
 
-With `--nproc` the command starts itself in several processes. A first Ctrl-C during imports takes effect after them.
+With `--nproc`, the command starts itself in several processes. A first Ctrl-C during imports takes effect after them.
 """
 
 import dataclasses
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 RESERVED = {"config": True, "runs": True, "name": True, "nproc": True, "debug": False, "help": False}
 _RESERVED_HELP = (
-    ("--config FILE", "YAML file with any of the options below; flags win [default: that of the run to resume]"),
-    ("--runs DIR", "Where the folder of the run is made [default: runs]"),
-    ("--name NAME", "What the run is called [default: the recipe's name]"),
+    (
+        "--config FILE",
+        "YAML file with any of the options below; flags override it [default: that of the run to resume]",
+    ),
+    ("--runs DIR", "Parent of the run folder [default: runs]"),
+    ("--name NAME", "Name of the run [default: the recipe's name]"),
     ("--nproc N", "Start N processes on this machine with torchrun [default: 1]"),
     ("--debug", "Show the traceback of an error"),
     ("--help", "Show this message and exit"),
@@ -51,7 +54,7 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
     if args[0] == "--debug" and len(args) > 1:
         args = (*args[1:], "--debug")
     if args[0].startswith("-"):
-        raise ConfigError(f"the name of the recipe comes first, {args[0]!r} was found; {_known_recipes()}")
+        raise ConfigError(f"the first argument must be the name of a recipe, got {args[0]!r}; {_known_recipes()}")
     recipe, rest = args[0], ["--help" if arg == "-h" else arg for arg in args[1:]]
     with interrupt_afterwards():
         model = config_model(recipe)
@@ -68,9 +71,9 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
 
 
 def config_model(recipe: str) -> "type[BaseModel] | None":
-    """Return the pydantic model of a recipe's configuration, or None if it takes none.
+    """Return the pydantic model of a recipe's configuration, or None if it has none.
 
-    The manifest names it; of a recipe given by path (`./file.py:train`) it is the type of the first parameter.
+    The manifest names the model; for a recipe by path (`./file.py:train`) it is the type of the first parameter.
     """
     from twinkle._registry import registry
 
@@ -86,7 +89,7 @@ def config_model(recipe: str) -> "type[BaseModel] | None":
     from pydantic import BaseModel
 
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise PluginBroken(f"recipe {recipe!r}: its configuration must be a pydantic model; found {where}")
+        raise PluginBroken(f"recipe {recipe!r}: its configuration must be a pydantic model, got {where}")
     return model
 
 
@@ -104,9 +107,9 @@ def _options(model: "type[BaseModel] | None", recipe: str) -> "dict[str, Option]
     from twinkle_cli.configuration import options_of
 
     options = {option.name: option for option in options_of(model)} if model is not None else {}
-    if taken := sorted(set(options) & set(RESERVED)):
+    if conflicts := sorted(set(options) & set(RESERVED)):
         raise PluginBroken(
-            f"recipe {recipe!r}: its configuration has the fields {', '.join(taken)}, "
+            f"recipe {recipe!r}: its configuration has the fields {', '.join(conflicts)}, "
             "which are flags of `twinkle run` itself; its author must rename them"
         )
     return options
@@ -115,7 +118,7 @@ def _options(model: "type[BaseModel] | None", recipe: str) -> "dict[str, Option]
 def _prepare(
     recipe: str, args: list[str], model: "type[BaseModel] | None", options: "Mapping[str, Option]"
 ) -> tuple[tuple[Any, Any, str, str], str | None]:
-    """Return what `_run` takes (recipe, configuration, name of the run, where its folder is made), and nproc."""
+    """Return the arguments of `_run` (recipe, configuration, name of the run, parent folder), and nproc."""
     from twinkle._registry import registry
     from twinkle_cli.configuration import merge, parse_flags, read_config, validate
 
@@ -127,24 +130,24 @@ def _prepare(
         if flags.problems:
             raise ConfigError("\n  ".join([str(error), *flags.problems])) from error
         raise
-    what = f"recipe {recipe!r}"
+    label = f"recipe {recipe!r}"
     config = None
     if model is not None:
         source = f"--config {file}" if file else ""
         config = validate(
-            model, values, options, what=what, sources=flags.sources, source=source, problems=flags.problems
+            model, values, options, what=label, sources=flags.sources, source=source, problems=flags.problems
         )
     elif problems := [*flags.problems, *(f"{key}: {recipe!r} takes no configuration" for key in values)]:
-        raise ConfigError("\n  ".join([f"{what}: {len(problems)} problems", *problems]))
+        raise ConfigError("\n  ".join([f"{label}: {len(problems)} problems", *problems]))
     function = registry().build(recipe, "recipe")
     name, runs = flags.reserved.get("name", _run_name(recipe)), flags.reserved.get("runs") or "runs"
     return (function, config, name, runs), flags.reserved.get("nproc")
 
 
 def _config_of(resume_from: Any, recipe: str) -> str | None:
-    """Return the configuration that the run in a folder, or the run of a checkpoint, began with, if it is there.
+    """Return the initial configuration of the run in a folder, or of a checkpoint's run, if it exists.
 
-    That of another recipe has other keys; the recipe is left to say what it thinks of such a run.
+    A run of another recipe has other keys; the recipe itself reports an error for it.
     """
     from pathlib import Path
 
@@ -251,7 +254,7 @@ def _known_recipes() -> str:
 def interrupt_afterwards() -> Iterator[None]:
     """Delay the KeyboardInterrupt of a first Ctrl-C to the end of the block; raise that of a second one immediately.
 
-    Outside the main thread, where signals cannot be listened for, it does nothing.
+    Outside the main thread, where signals cannot be handled, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -274,27 +277,27 @@ def interrupt_afterwards() -> Iterator[None]:
 
 
 def process_count(text: str | None) -> int:
-    """Return the number of processes from `--nproc`; 1 if it is not given.
+    """Return the number of processes from `--nproc`; 1 if it is absent.
 
     Raises:
-        ConfigError: it is no number from 1 on, or the processes are started already.
+        ConfigError: it is not a number >= 1, or the processes have already been started.
     """
     if text is None:
         return 1
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--nproc {text}: give the number of processes, from 1 on")
+        raise ConfigError(f"--nproc must be a number of processes >= 1, got {text}")
     if "WORLD_SIZE" in os.environ and int(text) != Platform.get_world_size():
         raise ConfigError(
-            f"--nproc {text}: torchrun has started {Platform.get_world_size()} processes already; leave --nproc out"
+            f"--nproc {text}: torchrun has started {Platform.get_world_size()} processes already; omit --nproc"
         )
     return 1 if "WORLD_SIZE" in os.environ else int(text)
 
 
 def check_mesh(mesh: "DeviceMesh | None", processes: int) -> None:
-    """Refuse a mesh that needs other processes than there are, before any is started.
+    """Refuse a mesh whose size differs from the number of processes, before starting them.
 
     Raises:
-        ConfigError: with the number that `--nproc` should give.
+        ConfigError: with the right value of `--nproc`.
     """
     if mesh is None or mesh.world_size == processes:
         return
@@ -303,7 +306,7 @@ def check_mesh(mesh: "DeviceMesh | None", processes: int) -> None:
         raise ConfigError(f"the mesh {mesh} has {mesh.world_size} ranks, and torchrun has started {there}")
     advice = f"--nproc {mesh.world_size}" if mesh.world_size > 1 else "no --nproc"
     raise ConfigError(
-        f"the mesh {mesh} has {mesh.world_size} ranks, but this would be {there}; give {advice}, or sizes that "
+        f"the mesh {mesh} has {mesh.world_size} ranks, but the run has {there}; use {advice}, or sizes that "
         f"multiply to {processes}"
     )
 
@@ -312,16 +315,18 @@ def start_ranks(processes: int, arguments: Sequence[str]) -> int:
     """Let torchrun start `twinkle ARGUMENTS` that many times on this machine.
 
     Returns the exit code of the first rank to fail, or 0. Ctrl-C and SIGTERM are passed on to the ranks, which have ten
-    minutes to save what they have.
+    minutes to save their state.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    # Threads of several processes that share the cores of a CPU would wait for each other.
+    # With several processes on the same CPU cores, threads would only slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     parser = get_args_parser()
-    patience = ["--shutdown-timeout=600"] if "--shutdown-timeout" in parser.format_help() else []  # older ones lack it
+    patience = (
+        ["--shutdown-timeout=600"] if "--shutdown-timeout" in parser.format_help() else []
+    )  # absent in older versions
     launcher = ["--standalone", f"--nproc_per_node={processes}", *patience, "-m", "twinkle_cli"]
     try:
         run(parser.parse_args([*launcher, *without_nproc(arguments)]))  # type: ignore[no-untyped-call]
@@ -335,10 +340,10 @@ def start_ranks(processes: int, arguments: Sequence[str]) -> int:
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without `--nproc N`, which torchrun would interpret as its own flag."""
-    rest, kept = iter(arguments), []
+    rest, remaining = iter(arguments), []
     for argument in rest:
         if argument == "--nproc":
             next(rest, None)
         elif not argument.startswith("--nproc="):
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from twinkle_registry.index import IndexEntry
 
 
-@click.command(short_help="Look through the index of published components.")
+@click.command(short_help="Search the index of published components.")
 @click.argument("words", nargs=-1)
 @click.option("--kind", default="", help="Only components of this kind.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def search(ctx: click.Context, words: tuple[str, ...], kind: str, as_json: bool) -> None:
     """Search the index of published components, without a network; exit code 1 if nothing is found.
 
-    WORDS must all occur, in any case, in name, kind, summary, author or place; without WORDS everything is shown.
+    All WORDS must occur, ignoring case, in name, kind, summary, author or place; without WORDS, all entries are shown.
     """
     from twinkle._registry import registry
     from twinkle_registry.explain import unknown_kind

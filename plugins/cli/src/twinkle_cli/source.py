@@ -1,4 +1,4 @@
-"""Reads the code of a plugin without importing it: where modules are, which names they define, syntax errors."""
+"""Inspects the code of a plugin without importing it: locations of modules, defined names, syntax errors."""
 
 import ast
 import functools
@@ -16,9 +16,9 @@ _DYNAMIC = frozenset(("__dict__", "__getattr__", "exec", "globals", "locals", "m
 
 
 def surely_lacks(ref: str) -> bool:
-    """Return whether a module that can be read never binds the name of `module:Name`.
+    """Return whether the source of a module certainly does not define the name in `module:Name`.
 
-    False where the source leaves it open: a star import, a `__getattr__` or whatever binds names at run time.
+    False if it is uncertain: star imports, a `__getattr__`, and other code that defines names at run time.
     """
     module, _, path = ref.partition(":")
     try:
@@ -63,19 +63,19 @@ def syntax_errors(record: PluginRecord) -> dict[str, list[str]]:
     """Compile every Python file of a usable plugin's package.
 
     Returns:
-        Each error as `file:line: what is wrong`, with the names of the components, commands and hooks whose module, or
+        Each error as `file:line: description`, with the names of the components, commands and hooks whose module, or
         a package around it, is that file.
     """
     if record.manifest is None or record.status != "ok" or not record.location:
         return {}
-    folder, named = Path(record.location).parent, _modules(record)
+    folder, modules = Path(record.location).parent, _modules(record)
     errors = {}
     for file in sorted(folder.rglob("*.py")):
         inner = file.relative_to(folder).with_suffix("").parts
         if not all(part.isidentifier() for part in inner) or not (error := _error_in(file)):
             continue
         module = ".".join([record.package, *(inner[:-1] if inner[-1] == "__init__" else inner)])
-        errors[error] = [name for name, ref in named if ref == module or ref.startswith(f"{module}.")]
+        errors[error] = [name for name, ref in modules if ref == module or ref.startswith(f"{module}.")]
     return errors
 
 
@@ -96,13 +96,13 @@ def _error_in(file: Path) -> str:
         return ""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of the file are for its author
+            warnings.simplefilter("ignore")  # warnings about the file are for its author
             compile(read_regular(file), str(file), "exec", dont_inherit=True)
     except OSError as error:
         return f"{file}: cannot be read: {error.strerror}"
     except SyntaxError as error:
         return f"{file}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or nested too deep
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or nested too deeply
         return f"{file}: {type(error).__name__}: {error}"
     return ""
 
@@ -121,20 +121,20 @@ def _is_cached(file: Path) -> bool:
 
 
 _OF_HUBS = "twinkle_registry.code."
-_MAX_STEPS = 5  # from an __init__ through what it imports from; more is a circle
+_MAX_STEPS = 5  # limits re-exports through several __init__ files; more would be a cycle
 
 
 def locate(spec: ComponentSpec) -> tuple[str, int] | None:
-    """Return file and line of the definition that `spec.ref` names, or None where that cannot be told."""
+    """Return file and line of the definition that `spec.ref` names, or None if that cannot be determined."""
     module, _, path = spec.ref.partition(":")
     return _definition(module, path.split("."), _MAX_STEPS)
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return where a module is, or None; packages that hold it are looked through, where `find_spec` imports them.
+    """Return the location of a module, or None, without importing its parent packages as `find_spec` does.
 
     Raises:
-        KeyError: it is a namespace inside of a package that is not imported, so that its folders are not known.
+        KeyError: it is in a namespace package that is not imported, so that its folders are unknown.
         NotTrusted: it is code of a Hub that may not be read.
     """
     first, *rest = name.split(".")
@@ -151,7 +151,7 @@ def find_module(name: str) -> ModuleSpec | None:
             spec = PathFinder.find_spec(first, spec.submodule_search_locations or ()) if spec else None
     except (KeyError, NotTrusted):
         raise
-    except Exception:  # finders of other people sit on sys.meta_path and raise what they like
+    except Exception:  # third-party finders on sys.meta_path may raise any exception
         return None
     return spec
 
@@ -193,7 +193,7 @@ def _source(node: ast.ImportFrom, inside: ModuleSpec) -> str:
 
 
 def _line_of(tree: ast.AST, path: list[str]) -> int:
-    """Return the line of the class, function or assignment at a dotted path, or 0; branches count as their place."""
+    """Return the line of the class, function or assignment at a dotted path, or 0; branches are searched too."""
     for node in getattr(tree, "body", []):
         if path[0] in _names(node):
             return int(node.lineno) if len(path) == 1 else _line_of(node, path[1:])

@@ -1,4 +1,4 @@
-"""`twinkle plugins trust|untrust`: whether the settings and the lock of a folder are obeyed."""
+"""`twinkle plugins trust|untrust`: whether the settings and the lock of a folder take effect."""
 
 import shlex
 import sys
@@ -17,12 +17,12 @@ def confirmed(question: str, *, action: str, remedy: str) -> bool:
     """Ask on the terminal and return the answer.
 
     Args:
-        question: what is asked.
-        action: what cannot be done without an answer, for the error.
-        remedy: how to do it without being asked.
+        question: text of the question.
+        action: action that requires the answer, for the error.
+        remedy: how to do it without the question.
 
     Raises:
-        NotTrusted: standard input is no terminal, or ends without an answer.
+        NotTrusted: standard input is not a terminal, or ends without an answer.
     """
     from twinkle.errors import NotTrusted
 
@@ -40,7 +40,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _folder = click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 
-@click.command(short_help="Obey twinkle.toml and twinkle.lock of a folder, and let its code be tested.")
+@click.command(short_help="Apply twinkle.toml and twinkle.lock of a folder, and allow testing its code.")
 @_folder
 @click.option("--yes", is_flag=True, help="Trust it without being asked.")
 @click.option("--list", "listing", is_flag=True, help="List what is trusted instead.")
@@ -48,7 +48,7 @@ _folder = click.argument("folder", default=".", type=click.Path(exists=True, fil
 def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
     """Show the requests of FOLDER (by default the current one), ask, and trust it.
 
-    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until something other than Twinkle edits them, and
+    `twinkle.toml` and `twinkle.lock` of the folder take effect then, until anything but Twinkle edits them, and
     `twinkle plugins test` runs code of the folder without asking. With --json and without --yes nothing is asked and
     nothing changes. In CI, set TWINKLE_TRUST_FOLDER to the absolute path instead.
     """
@@ -79,18 +79,18 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
 @_json
 def untrust(folder: Path, as_json: bool) -> None:
-    """Stop trusting FOLDER (by default this one); it does not have to exist any more."""
+    """Stop trusting FOLDER (by default the current one), which need not exist any more."""
     from twinkle.errors import ComponentNotFound
     from twinkle_registry.trust.folders import is_trusted_folder, untrust
 
-    gone = untrust(str(folder))
-    if not gone:
-        around = " itself, but a folder around it, or one that a variable names, is" * is_trusted_folder(str(folder))
+    removed = untrust(str(folder))
+    if not removed:
+        around = " itself, but a parent folder or one named by a variable is" * is_trusted_folder(str(folder))
         raise ComponentNotFound(f"{folder.resolve()} is not trusted{around}; see: twinkle plugins trust --list")
     if as_json:
-        echo_json(gone)
+        echo_json(removed)
     else:
-        click.echo(f"no longer trusted: {', '.join(gone)}")
+        click.echo(f"no longer trusted: {', '.join(removed)}")
 
 
 def _names() -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def _asks(file: Path, content: bytes) -> list[str]:
     """Return the requests of a file in printable form, one line each.
 
     Raises:
-        SettingsError: the file is damaged; nothing of it can be trusted.
+        SettingsError: the file is damaged, so it cannot be trusted.
     """
     import tomllib
 
@@ -142,7 +142,7 @@ def _asks(file: Path, content: bytes) -> list[str]:
     config = ConfigFile(str(file), raw, is_trusted=False)
     table = trust_table(config)
     lines = [f"[trust] {key} = {table[key]!r}" for key in NEED_TRUST if table.get(key)]
-    lines += [f"[plugins] {key} = {value!r}, whatever your own file says" for key, value in config.plugins.items()]
+    lines += [f"[plugins] {key} = {value!r}, overriding your own file" for key, value in config.plugins.items()]
     return [printable(line) for line in lines]
 
 
@@ -160,7 +160,7 @@ def _is_confirmed(folder: Path) -> bool:
     return confirmed(
         "Trust this folder? Code that it names runs with all your rights",
         action=f"trust {folder}",
-        remedy=f"read what is shown above, then run: twinkle plugins trust {shlex.quote(str(folder))} --yes",
+        remedy=f"review the text above, then run: twinkle plugins trust {shlex.quote(str(folder))} --yes",
     )
 
 
@@ -179,7 +179,7 @@ def _list(as_json: bool) -> None:
 
 
 def _state(record: "TrustedPath") -> str:
-    """Return whether what is recorded is what is there."""
+    """Return whether the recorded content is the present one."""
     import hashlib
 
     path = Path(record.path)

@@ -1,6 +1,6 @@
 """`twinkle plugins types`: a stub package (PEP 561, partial) that shows installed components to type checkers.
 
-The public modules of core find components through the registry when a program runs, which no type checker can follow.
+The public modules of core find components through the registry at run time, which type checkers cannot follow.
 A stub of such a module is its own source, with an import for each component and export that installed plugins offer.
 """
 
@@ -15,9 +15,9 @@ PACKAGE = "twinkle-stubs"
 HEAD = "# Written by `twinkle plugins types`; do not edit.\n"
 
 
-@click.command("types", short_help="Write type stubs of the names that installed plugins offer.")
+@click.command("types", short_help="Write type stubs for the names that installed plugins offer.")
 @click.option(
-    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where; by default site-packages."
+    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), help="Target folder; by default site-packages."
 )
 def types(folder: Path | None) -> None:
     """Write the package `twinkle-stubs`, so that editors and mypy know every name that installed plugins offer.
@@ -42,7 +42,7 @@ def types(folder: Path | None) -> None:
 
 
 def write_stubs(package: Path, offered: Mapping[str, Mapping[str, str]]) -> int:
-    """Write the stub package and return how many names it shows.
+    """Write the stub package and return the number of names in it.
 
     Args:
         package: its folder; files of an earlier run are replaced.
@@ -88,7 +88,7 @@ def _import(name: str, ref: str) -> str:
 
 
 def _static(source: str) -> str:
-    """Return the source of a module without what makes its names lazy."""
+    """Return the source of a module without its lazy attribute access."""
     lines = source.splitlines(keepends=True)
     for node in reversed(ast.parse(source).body):
         targets = node.targets[0] if isinstance(node, ast.Assign) else None

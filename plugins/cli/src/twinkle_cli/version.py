@@ -1,4 +1,4 @@
-"""`twinkle version`: what is installed here, for people and for bug reports."""
+"""`twinkle version`: installed versions, for people and for bug reports."""
 
 import platform
 from typing import Any
@@ -23,7 +23,7 @@ def version(as_json: bool) -> None:
 
 
 def versions() -> dict[str, Any]:
-    """Return versions by name; `plugins` holds those of all plugins, usable or not."""
+    """Return versions by name; `plugins` has those of all plugins, usable or not."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of
 

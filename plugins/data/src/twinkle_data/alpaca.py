@@ -23,7 +23,7 @@ class AlpacaProcessor(Preprocessor):
         """Return the conversations.
 
         Raises:
-            DataError: `instruction` or `output` is missing, or a value is no text; names column and row.
+            DataError: `instruction` or `output` is missing, or a value is not a string; names column and row.
         """
         complete = rows_with(rows, ("instruction", "output"), _OWNER)
         return {"messages": [_messages(row, number) for number, row in enumerate(complete)]}
@@ -37,8 +37,8 @@ def _messages(row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     turns = [*_history(row.get("history"), number), (question, text_of(row, "output", number, _OWNER))]
     (first, answer), *later = turns
     messages = [*prompt(first, system), {"role": "assistant", "content": answer}]
-    for asked, answered in later:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for old_question, old_answer in later:
+        messages += [{"role": "user", "content": old_question}, {"role": "assistant", "content": old_answer}]
     return messages
 
 

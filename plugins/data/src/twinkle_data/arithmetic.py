@@ -1,4 +1,4 @@
-"""The data set `builtin://arithmetic`: questions with one right answer, generated from a seed, the same everywhere."""
+"""The data set `builtin://arithmetic`: questions with one right answer, generated from a seed."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -86,18 +86,18 @@ def arithmetic(
 ) -> list[dict[str, Any]]:
     """Return generated questions; no two of them have the same text.
 
-    One problem of ten belongs to the split `test`, whatever the seed, size and wording, so the splits never share a
-    problem. With the same other options a larger `size` begins with the same rows.
+    One problem in ten belongs to the split `test`, independent of seed, size and wording, so the splits never share a
+    problem. With the same other options, a larger `size` begins with the same rows.
 
     Args:
         split: `train` or `test`.
-        seed: of Python's own generator, whose numbers are the same on every machine.
-        size: how many rows.
+        seed: seed of Python's random generator, which is the same on every machine.
+        size: number of rows.
         difficulty: 1 (one operation, numbers to 9), 2 (numbers to 99), 3 (two operations), 4 (three operations, numbers
             to 999 and below 0), or several of these; None is all.
         operations: `add`, `subtract`, `multiply`, `divide`, or several; None is all.
         language: `en` or `zh`; None is both.
-        form: `digits`, `words` or `story` (of difficulty 1 and 2 alone), or several; None is all.
+        form: `digits`, `words` or `story` (only for difficulty 1 and 2), or several; None is all.
 
     Returns:
         Rows of `messages` (question and worked answer), `question`, `answer` (digits), `expression` (as Python reads
@@ -105,13 +105,13 @@ def arithmetic(
 
     Raises:
         ArgumentError: an option is outside its range.
-        DataError: no such split, or there are fewer questions of this sort than `size`.
+        DataError: no such split, or fewer than `size` questions match the options.
     """
     if split not in SPLITS:
         raise DataError(f"{_WHAT} has no split {split!r}; it has {' and '.join(SPLITS)}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError(f"{_WHAT}: seed is {shown(seed)}; it is a whole number")
-    wanted = checked_count(size, "size", _WHAT, 1)
+    count = checked_count(size, "size", _WHAT, 1)
     levels = _choice("difficulty", difficulty, tuple(LEVELS))
     signs = [SIGNS[name] for name in _choice("operations", operations, tuple(SIGNS))]
     forms = _choice("form", form, FORMS)
@@ -127,18 +127,18 @@ def arithmetic(
             rows[row["question"]], missed = row, 0
         else:
             missed += 1
-        if len(rows) == wanted:
+        if len(rows) == count:
             return list(rows.values())
         if missed == _PATIENCE:
             break
     raise DataError(
-        f"{_WHAT}: size is {wanted}, and split {split!r} has hardly more than {len(rows)} questions of this sort; ask "
+        f"{_WHAT}: size is {count}, and split {split!r} has hardly more than {len(rows)} questions of this sort; ask "
         "for fewer, or for more difficulties, operations, languages or forms"
     )
 
 
 def split_of(expression: Operation) -> str:
-    """Return the split of a problem, the same for every order of what is added or multiplied."""
+    """Return the split of a problem, independent of the order of summands and factors."""
     digest = hashlib.blake2b(key(expression).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") % 10 == 0 else "train"
 
@@ -209,7 +209,7 @@ def _one(random: Random, of: Sequence[T]) -> T:
 
 
 def _choice(name: str, given: Any, known: Sequence[Any]) -> list[Any]:
-    """Return the values of an option that takes one value, several, or None for all, each once and in our order."""
+    """Return the values of an option that takes one value, several, or None for all, unique and in a fixed order."""
     if given is None:
         return list(known)
     asked = [given] if isinstance(given, str | int) else list(given) if isinstance(given, Sequence) else []

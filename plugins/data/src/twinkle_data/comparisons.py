@@ -25,22 +25,22 @@ def preferences(
     """Return questions of `arithmetic` with a right and a wrong answer.
 
     Args:
-        split: as of `arithmetic`, like all that follow but the last.
-        seed: of Python's own generator.
-        size: how many rows.
+        split: as in `arithmetic`, like all following arguments except the last.
+        seed: seed of Python's random generator.
+        size: number of rows.
         difficulty: 1 to 4, or several.
         operations: `add`, `subtract`, `multiply`, `divide`, or several.
         language: `en` or `zh`, or both.
         form: `digits`, `words`, `story`, or several.
-        flaw: what is wrong with the rejected answer: a `guess` states a wrong number without any working, a `slip` has
-            the right working and a wrong number in its last line.
+        flaw: flaw of the rejected answer: a `guess` states a wrong number without steps, a `slip` has the right steps
+            and a wrong number in its last line.
 
     Returns:
         Rows of `prompt`, `chosen` (the worked answer), `rejected` and `expression`; `PreferenceProcessor` reads them.
 
     Raises:
         ArgumentError: an option is outside its range.
-        DataError: no such split, or there are fewer questions of this sort than `size`.
+        DataError: no such split, or fewer than `size` questions match the options.
     """
     if flaw not in FLAWS:
         raise ArgumentError(f"builtin://arithmetic-preferences: flaw is {shown(flaw)}; it is one of {', '.join(FLAWS)}")
@@ -56,12 +56,12 @@ def paraphrases(
     operations: str | Sequence[str] | None = None,
     language: str | Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return questions in two wordings, with another question that is worded like the second.
+    """Return questions in two wordings, with a different question in the wording of the second.
 
     Args:
-        split: as of `arithmetic`, like all that follow.
-        seed: of Python's own generator.
-        size: how many rows.
+        split: as in `arithmetic`, like all following arguments.
+        seed: seed of Python's random generator.
+        size: number of rows.
         difficulty: 1 to 4, or several.
         operations: `add`, `subtract`, `multiply`, `divide`, or several.
         language: `en` or `zh`, or both.
@@ -71,11 +71,11 @@ def paraphrases(
 
     Raises:
         ArgumentError: an option is outside its range.
-        DataError: no such split, or there are fewer questions of this sort than `size`.
+        DataError: no such split, or fewer than `size` questions match the options.
     """
     rows = arithmetic(split, seed, size, difficulty, operations, language, "digits")
-    asked = [row["expression"] for row in rows]
-    return [_paraphrase(row, _other(asked, number), seed) for number, row in enumerate(rows)]
+    expressions = [row["expression"] for row in rows]
+    return [_paraphrase(row, _other(expressions, number), seed) for number, row in enumerate(rows)]
 
 
 def _preference(row: dict[str, Any], flaw: str, seed: int) -> dict[str, Any]:
@@ -97,12 +97,12 @@ def _other(asked: Sequence[str], number: int) -> str:
 
 
 def _paraphrase(row: dict[str, Any], other: str, seed: int) -> dict[str, Any]:
-    random, asked = Random(f"{seed}:{row['question']}"), row["expression"]
-    wordings = [words for words in QUESTIONS[row["language"]] if words.format(asked) != row["question"]]
+    random, expression = Random(f"{seed}:{row['question']}"), row["expression"]
+    wordings = [words for words in QUESTIONS[row["language"]] if words.format(expression) != row["question"]]
     wording = wordings[random.randrange(len(wordings))]
     return {
         "anchor": row["question"],
-        "positive": wording.format(asked),
+        "positive": wording.format(expression),
         "negative": wording.format(other),
-        "expression": asked,
+        "expression": expression,
     }

@@ -1,4 +1,4 @@
-"""Keeps the first of rows that say the same."""
+"""Removes duplicate rows, keeping the first."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _MARKS = re.compile(r"(?<!\d)[.,;:!?\"'。、“”‘’„«»「」『』]+(?
 
 
 class DeduplicationFilter(Filter):
-    """Drops rows that repeat an earlier one. It keeps 16 bytes of each row, no text.
+    """Drops rows that repeat an earlier one. It stores 16 bytes per row, not the text.
 
     Args:
         match: `exact` compares texts as they are. `normalized` compares them after Unicode's NFKC, without case, with
@@ -49,7 +49,7 @@ class DeduplicationFilter(Filter):
         self._seen.clear()
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Say whether no row before said the same.
+        """Return whether the row is new.
 
         Raises:
             DataError: the row has no conversation, or lacks the column.
@@ -66,14 +66,14 @@ class DeduplicationFilter(Filter):
         return new
 
     def _fields(self, row: Mapping[str, Any]) -> list[str]:
-        """Return what is compared; the length before each text keeps neighbours apart."""
+        """Return the bytes to compare; length prefixes make the concatenation of texts unambiguous."""
         if self.column is not None:
             return [self._normal(column_text(row, self.column, _OWNER))]
         fields = []
         for messages in conversations(row, _OWNER):
-            chosen = [m for m in messages if self.roles is None or m.get("role") in self.roles]
-            fields.append(f"{len(chosen)}:")
-            for message in chosen:
+            selected = [m for m in messages if self.roles is None or m.get("role") in self.roles]
+            fields.append(f"{len(selected)}:")
+            for message in selected:
                 text = self._normal(said(message))
                 calls = json.dumps(message.get("tool_calls"), sort_keys=True, default=str)
                 fields.append(f"{message.get('role')}:{len(text)}:{text}:{calls}")

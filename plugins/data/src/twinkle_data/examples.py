@@ -1,4 +1,4 @@
-"""What the contract kit calls preprocessors, filters, loss scales and the hub with."""
+"""Examples for the contract kit: arguments of preprocessors, filters, loss scales and the hub."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Arithmetic expressions over whole numbers: drawn at random, computed step by step, and written out."""
+"""Arithmetic expressions over integers: random generation, step-by-step evaluation, and formatting."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Expression: TypeAlias = "int | Operation"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Two operands with one of the signs `+ - * /` between them; a division leaves no remainder."""
+    """Two operands with one of the signs `+ - * /` between them; a division has no remainder."""
 
     sign: str
     left: Expression
@@ -22,7 +22,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How hard an expression is.
+    """Difficulty of an expression.
 
     Attributes:
         operations: how many it has.
@@ -87,7 +87,7 @@ def _parts(expression: Expression) -> Iterator[Expression]:
 
 
 def value(expression: Expression) -> int:
-    """Return what an expression comes to."""
+    """Return the value of an expression."""
     if isinstance(expression, int):
         return expression
     return _COMPUTE[expression.sign](value(expression.left), value(expression.right))
@@ -97,12 +97,12 @@ _COMPUTE: dict[str, Callable[[int, int], int]] = {
     "+": lambda left, right: left + right,
     "-": lambda left, right: left - right,
     "*": lambda left, right: left * right,
-    "/": lambda left, right: left // right if right else 0,  # an expression with such a part is drawn again
+    "/": lambda left, right: left // right if right else 0,  # an expression with such a part is generated again
 }
 
 
 def steps(expression: Expression) -> Iterator[tuple[Operation, int]]:
-    """Yield what to compute, one operation of two numbers after the other, with each result."""
+    """Yield the operations on two numbers, in order, with their results."""
     if isinstance(expression, Operation):
         yield from steps(expression.left)
         yield from steps(expression.right)
@@ -111,7 +111,7 @@ def steps(expression: Expression) -> Iterator[tuple[Operation, int]]:
 
 
 def key(expression: Expression) -> str:
-    """Return a text that is equal for expressions that differ only in the order of what is added or multiplied."""
+    """Return a text that is equal for expressions that differ only in the order of summands or factors."""
     if isinstance(expression, int):
         return str(expression)
     sides = [key(expression.left), key(expression.right)]

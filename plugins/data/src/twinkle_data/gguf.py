@@ -1,4 +1,4 @@
-"""GGUF files as Hugging Face folders: converted once, kept in the cache under the digest of their bytes."""
+"""GGUF files as Hugging Face folders: converted once, and cached by the digest of their bytes."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ def converted(path: Path) -> Path:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal, from the cache where path, size and time of change are the same."""
+    """Return the SHA-256 of a file in hexadecimal, from the cache if path, size and mtime are unchanged."""
     path = path.resolve()
     stat = path.stat()
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()
@@ -60,7 +60,7 @@ def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise ModelLoadError(f"{path} is not a GGUF file: it begins with {magic!r}; fetch it again")
+        raise ModelLoadError(f"{path} is not a GGUF file: it begins with {magic!r}; download it again")
     if "-of-0" in path.stem:
         raise ModelLoadError(
             f"{path.name} is one part of a split GGUF; merge the parts first (llama-gguf-split --merge)"
@@ -90,7 +90,7 @@ def _convert(path: Path, folder: Path) -> None:
     from twinkle.hub.quiet import quiet_transformers
 
     try:
-        # The progress bar of the conversion ignores transformers' own switch, so its stream is taken away.
+        # The progress bar of the conversion ignores transformers' own switch, so its output stream is replaced.
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -105,7 +105,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Make a de-quantised model savable: transformers refuses to save what it believes to be GGUF."""
+    """Make a dequantized model savable: transformers refuses to save models marked as GGUF."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

@@ -54,7 +54,7 @@ class LengthFilter(Filter):
         self.template = _template(template, model_id)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Say whether the row's length is within the limits.
+        """Return whether the row's length is within the limits.
 
         Raises:
             ArgumentError: tokens are to be counted and there is nothing to count them with.
@@ -105,6 +105,6 @@ def _template(template: Any, model_id: str) -> Any:
         raise ArgumentError(
             f"{_OWNER}: template is an instance already, so model_id would be ignored; give one of them"
         )
-    whole = copy.copy(registry().build(template, "template"))
-    whole.max_length, whole.truncation_strategy = None, "raise"
-    return whole
+    template_copy = copy.copy(registry().build(template, "template"))
+    template_copy.max_length, template_copy.truncation_strategy = None, "raise"
+    return template_copy

@@ -1,4 +1,4 @@
-"""Loss scales: how much each turn of a conversation, or a part of it, weighs in the loss."""
+"""Loss scales: weights of the turns of a conversation, or parts of them, in the loss."""
 
 import math
 import re
@@ -41,10 +41,10 @@ class LastRoundLossScale(LossScale):
 
     def __call__(self, messages: Sequence[Message]) -> list[TurnWeight]:
         """Return 1 for the assistant's turns of the last round, `earlier` for those before."""
-        asked = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        last_question = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
         weights: list[TurnWeight] = []
         for index, message in enumerate(messages):
-            weights.append(0.0 if message["role"] != "assistant" else 1.0 if index > asked else self.earlier)
+            weights.append(0.0 if message["role"] != "assistant" else 1.0 if index > last_question else self.earlier)
         return weights
 
 
@@ -76,7 +76,7 @@ class TurnLossScale(LossScale):
 
 
 class MessageWeightLossScale(LossScale):
-    """Weights the assistant's turns by their own key `weight`, any number from 0, as the template multiplies by it.
+    """Weights the assistant's turns by their own key `weight`, any number >= 0, which the template multiplies by.
 
     Args:
         default: the weight of turns that have no such key.
@@ -94,7 +94,7 @@ class MessageWeightLossScale(LossScale):
 
 
 class ReasoningLossScale(LossScale):
-    """Weights what the assistant thinks (`reasoning_content`, or `<think>...</think>` before its answer) and answers.
+    """Weights the assistant's reasoning (`reasoning_content`, or `<think>...</think>` before its answer) and answers.
 
     The tags belong to what they enclose, the one that closes to the answer.
 
@@ -145,7 +145,7 @@ class PatternLossScale(LossScale):
             if start >= place:
                 pieces += [(content[place:start], self.rest), (content[start:end], weight)]
                 place = end
-        # The last piece is empty where a match ends the content: the token that ends the turn is not part of it.
+        # The last piece is empty if a match ends the content: the token that ends the turn is not part of it.
         return [*pieces, (content[place:], self.rest)] if place else self.rest
 
     def _matches(self, content: str) -> list[tuple[int, int, float]]:

@@ -90,8 +90,8 @@ class GSM8KProcessor(Preprocessor):
                     f"{owner}, row {number} of the batch: column 'answer' does not end in '#### number': "
                     f"{shown(answer[-60:])}"
                 )
-            asked = prompt(text_of(row, "question", number, owner), self.system)
-            messages.append([*asked, {"role": "assistant", "content": answer}] if self.add_assistant else asked)
+            question = prompt(text_of(row, "question", number, owner), self.system)
+            messages.append([*question, {"role": "assistant", "content": answer}] if self.add_assistant else question)
             user_data.append(packed(ground_truth=final[1].replace(",", "")))
         return {"messages": messages, "user_data": user_data}
 
@@ -165,8 +165,8 @@ class QuestionProcessor(Preprocessor):
             if isinstance(answer, bool) or not isinstance(answer, int | float):
                 answer = text_of(row, self.answer_key, number, owner)
             asked = prompt(text_of(row, self.question_key, number, owner), self.system)
-            said = {"role": "assistant", "content": str(answer)}
-            messages.append([*asked, said] if self.add_assistant else asked)
+            answer_turn = {"role": "assistant", "content": str(answer)}
+            messages.append([*asked, answer_turn] if self.add_assistant else asked)
             user_data.append(packed(ground_truth=answer))
         return {"messages": messages, "user_data": user_data}
 

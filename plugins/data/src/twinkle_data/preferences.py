@@ -9,7 +9,7 @@ from twinkle_data.rows import Columns, key_text, prompt, rows_with, shown, syste
 
 
 class EmojiDPOProcessor(Preprocessor):
-    """Turns a prompt and two answers, all of them text, into a pair of conversations.
+    """Converts a prompt and two answers, all strings, to a pair of conversations.
 
     Args:
         system: the system message, if any.
@@ -43,15 +43,15 @@ class EmojiDPOProcessor(Preprocessor):
         sides: dict[str, list[Any]] = {"positive": [], "negative": []}
         keys = {"positive": self.chosen_key, "negative": self.rejected_key}
         for number, row in enumerate(rows_with(rows, (self.prompt_key, *keys.values()), owner)):
-            asked = prompt(text_of(row, self.prompt_key, number, owner), self.system)
+            question = prompt(text_of(row, self.prompt_key, number, owner), self.system)
             for side, key in keys.items():
                 answer = {"role": "assistant", "content": text_of(row, key, number, owner)}
-                sides[side].append({"messages": [*asked, answer]})
+                sides[side].append({"messages": [*question, answer]})
         return sides
 
 
 class PreferenceProcessor(Preprocessor):
-    """Turns prompt, chosen and rejected, in the forms that preference data has, into a pair of conversations.
+    """Converts prompt, chosen and rejected, in the usual forms of preference data, to a pair of conversations.
 
     The prompt is a text or a list of messages; an answer is a text, a message, or a list of messages. Where there is no
     prompt, or the answers repeat it, they are whole conversations, which must begin alike.
@@ -101,9 +101,9 @@ class PreferenceProcessor(Preprocessor):
         return sides
 
     def _conversation(self, row: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
-        asked = _messages(row.get(self.prompt_key), "user", f"{where}: column {self.prompt_key!r}")
+        question = _messages(row.get(self.prompt_key), "user", f"{where}: column {self.prompt_key!r}")
         answer = _messages(row[key], "assistant", f"{where}: column {key!r}")
-        messages = _joined(asked, answer)
+        messages = _joined(question, answer)
         if messages is None:
             raise DataError(
                 f"{where}: column {key!r} is a whole conversation that does not begin with the prompt of the column "
@@ -132,7 +132,7 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def _joined(asked: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the whole conversation: an answer behind its prompt, unless it repeats it; None if it has another."""
+    """Return the full conversation: prompt and answer; if the answer begins with a prompt, it must be the same."""
     start = 1 if answer[:1] and answer[0]["role"] == "system" and asked[:1] and asked[0]["role"] != "system" else 0
     if not asked or answer[start : start + len(asked)] == asked:
         return answer

@@ -1,4 +1,4 @@
-"""The processor: encoded rows to a batch of tensors, and batches to micro-batches."""
+"""The processor: collates encoded rows to a batch of tensors, and splits batches into micro-batches."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +46,7 @@ class InputProcessor:
         pad_to_multiple_of: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember how to pad.
+        """Store the padding options.
 
         Args:
             device_mesh: where the batch will be used; padding does not depend on it.
@@ -109,7 +109,7 @@ class InputProcessor:
         return self._collate(as_rows(inputs), width=0, device=device)
 
     def split_rows(self, inputs: Any, micro_batch_size: int | None = None) -> list[list[Row]]:
-        """Cut rows into consecutive micro-batches of at most `micro_batch_size` rows; None keeps them together.
+        """Split rows into consecutive micro-batches of at most `micro_batch_size` rows; None keeps them together.
 
         Raises:
             ArgumentError: `micro_batch_size` is below 1.
@@ -164,8 +164,8 @@ class InputProcessor:
         unpacked: Any = unpack(inputs, layout, self.padding_side)
         if outputs is None:
             return unpacked, None
-        made: Any = unpack_outputs(outputs, layout, inputs["input_ids"].shape[:2], self.padding_side)
-        return unpacked, made
+        padded_outputs: Any = unpack_outputs(outputs, layout, inputs["input_ids"].shape[:2], self.padding_side)
+        return unpacked, padded_outputs
 
     def unpack_inputs(self, inputs: InputBatch, task: str = "causal_lm") -> InputBatch:
         """Return the inputs of `unpack_packed_sequences`."""
@@ -207,11 +207,11 @@ class InputProcessor:
                 batch[key] = pad_tokens(key, values, width, self.padding_side)
             else:
                 batch[key] = join(values)
-        given = batch.keys() & _MADE  # without them each row is one sequence of all its tokens
-        if len(given) < len(_MADE):
+        prepared = batch.keys() & _MADE  # without them, each row is a single sequence
+        if len(prepared) < len(_MADE):
             derived = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
-            batch |= {key: value for key, value in derived if key not in given}
-        if self.padding_free or (given and Layout.of(batch).packed):
+            batch |= {key: value for key, value in derived if key not in prepared}
+        if self.padding_free or (prepared and Layout.of(batch).packed):
             batch = pack(batch)
         moved: Any = batch if device is None else _moved(batch, device)
         return moved  # type: ignore[no-any-return]

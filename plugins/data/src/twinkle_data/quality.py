@@ -1,4 +1,4 @@
-"""Filters for quality that hold in any language: repetition, odd characters, and the order of turns."""
+"""Language-independent quality filters: repetition, unusual characters, and the order of turns."""
 
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _ODD = frozenset({"So", "Cc", "Co", "Cs", "Cn"})
 
 
 class RepetitionFilter(Filter):
-    """Drops rows with a text that repeats itself, as models do that got stuck in a loop.
+    """Drops rows with repetitive text, such as output of models stuck in a loop.
 
     The repetition of a text of n characters is the share of its n - size + 1 runs of `size` characters that stood in it
     before: 0 for a text without repetition, near 1 for a loop. Texts shorter than `min_length` pass.
@@ -40,7 +40,7 @@ class RepetitionFilter(Filter):
         self.roles, self.column = checked_roles(roles, owner), column
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Say whether no text of the row repeats itself too much.
+        """Return whether no text of the row is too repetitive.
 
         Raises:
             DataError: the row has no conversation, or lacks the column.
@@ -49,7 +49,7 @@ class RepetitionFilter(Filter):
         return all(self.repetition(text) <= self.max_share for text in contents if len(text) >= self.min_length)
 
     def repetition(self, text: str) -> float:
-        """Return the share of the text's runs that occur earlier in it."""
+        """Return the fraction of the text's n-grams that occur earlier in it."""
         runs = len(text) - self.size + 1
         if runs < 1:
             return 0.0
@@ -57,7 +57,7 @@ class RepetitionFilter(Filter):
 
 
 class CharacterFilter(Filter):
-    """Drops rows with a text of odd characters: symbols instead of words, control characters, or broken encoding.
+    """Drops rows with unusual characters: symbols instead of words, control characters, or broken encoding.
 
     Symbols are emoji, drawings and the like, control characters and unassigned ones (Unicode's categories So, Cc, Co,
     Cs and Cn), not the signs of formulas and prices. U+FFFD, which decoders put where bytes made no sense, is broken
@@ -98,7 +98,7 @@ class CharacterFilter(Filter):
 
 
 class ConversationFilter(Filter):
-    """Keeps conversations that a model can learn from: the turns say something and come in order.
+    """Keeps well-formed conversations: no empty turns, and roles in a valid order.
 
     The order: a system message only at the beginning, then the user; the assistant answers the user or a tool; a tool
     answers the assistant's call; and the assistant has the last word. Both sides of a preference pair must be so.
@@ -120,7 +120,7 @@ class ConversationFilter(Filter):
         self.max_rounds = None if max_rounds is None else checked_count(max_rounds, "max_rounds", owner, 1)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Say whether all conversations of the row are well formed.
+        """Return whether all conversations of the row are well-formed.
 
         Raises:
             DataError: the row has none.

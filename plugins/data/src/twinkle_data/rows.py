@@ -1,4 +1,4 @@
-"""What the preprocessors of this package share: rows with the columns they need, texts in them, and `user_data`."""
+"""Shared helpers of preprocessors: access to rows, columns and texts, and `user_data`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +49,7 @@ def optional_text(row: Mapping[str, Any], column: str, number: int, owner: str) 
 
 
 def shown(value: Any) -> str:
-    """Return a value as errors show it: short, and with its type where that is the point."""
+    """Format a value for errors: abbreviated, and with its type if that is the problem."""
     text = repr(value) if isinstance(value, str | int | float | type(None)) else f"a {type(value).__name__}: {value!r}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -60,7 +60,7 @@ def packed(**values: Any) -> list[tuple[str, str]]:
 
 
 def prompt(question: str, system: str) -> list[dict[str, Any]]:
-    """Return the messages of a question, behind a system message where that is not empty."""
+    """Return the messages of a question, after a system message if that is not empty."""
     before = [{"role": "system", "content": system}] if system else []
     return [*before, {"role": "user", "content": question}]
 

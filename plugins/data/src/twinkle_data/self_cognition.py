@@ -1,4 +1,4 @@
-"""Teaches a model who it is: fills a name and an author into rows that have placeholders for them."""
+"""Self-cognition data: replaces the placeholders for name and author."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -86,11 +86,11 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} {_unknown(speaker, turn)}")
     if text is None and not turn.get("tool_calls"):
         raise DataError(f"{where} has no value; its keys are {', '.join(map(str, turn))}")
-    kept = {key: turn[key] for key in _KEPT if turn.get(key) is not None}
+    other_keys = {key: turn[key] for key in _KEPT if turn.get(key) is not None}
     if role == "function_call":
-        calls = kept.get("tool_calls") or _calls(text, where)
-        return {**kept, "role": "assistant", "content": "", "tool_calls": calls}
-    return {"role": role, "content": "" if text is None else text, **kept}
+        calls = other_keys.get("tool_calls") or _calls(text, where)
+        return {**other_keys, "role": "assistant", "content": "", "tool_calls": calls}
+    return {"role": role, "content": "" if text is None else text, **other_keys}
 
 
 def _either(turn: Mapping[str, Any], first: str, second: str) -> Any:

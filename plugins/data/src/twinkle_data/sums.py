@@ -52,11 +52,11 @@ def sums(
         raise ArgumentError(f"{_WHAT}: seed is {shown(seed)}; it is a whole number")
     if not isinstance(question, str) or question.count("{}") != 1:
         raise ArgumentError(f"{_WHAT}: question is {shown(question)}; it is a text with {{}} for the expression")
-    wanted, signs, random = checked_count(size, "size", _WHAT, 1), _signs(operations), Random(seed)
+    rows_count, signs, random = checked_count(size, "size", _WHAT, 1), _signs(operations), Random(seed)
     count, largest = checked_count(operands, "operands", _WHAT, 2), 10 ** checked_count(digits, "digits", _WHAT, 1)
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     missed = 0
-    while len(rows) < wanted:
+    while len(rows) < rows_count:
         sign = signs[random.randrange(len(signs))]
         numbers = [random.randrange(largest) for _ in range(count)]
         key, answer = _key(sign, numbers), _answer(sign, numbers)
@@ -66,7 +66,7 @@ def sums(
             rows[key], missed = _row(sign, numbers, answer, question), 0
         if missed == _PATIENCE:
             raise DataError(
-                f"{_WHAT}: size is {wanted}, and split {split!r} has hardly more than {len(rows)} problems of this "
+                f"{_WHAT}: size is {rows_count}, and split {split!r} has hardly more than {len(rows)} problems of this "
                 "sort; ask for fewer, or for more digits, operands or operations"
             )
     return list(rows.values())
@@ -74,11 +74,11 @@ def sums(
 
 def _row(sign: str, numbers: Sequence[int], answer: int, question: str) -> dict[str, Any]:
     expression = f" {sign} ".join(map(str, numbers))
-    asked = question.replace("{}", expression)
+    text = question.replace("{}", expression)
     return {
-        "messages": prompt(asked, ""),
+        "messages": prompt(text, ""),
         "user_data": packed(ground_truth=str(answer)),
-        "question": asked,
+        "question": text,
         "answer": str(answer),
         "expression": expression,
     }
@@ -91,7 +91,7 @@ def _answer(sign: str, numbers: Sequence[int]) -> int:
 
 
 def _key(sign: str, numbers: Sequence[int]) -> tuple[str, ...]:
-    """Return what is equal for problems that differ only in the order of what is added, taken away or multiplied."""
+    """Return a key that is equal for problems that differ only in the order of operands."""
     first = [] if sign != "-" else numbers[:1]
     return (sign, *map(str, [*first, *sorted(numbers[len(first) :])]))
 
@@ -102,7 +102,7 @@ def _split(key: Sequence[str]) -> str:
 
 
 def _signs(operations: Any) -> list[str]:
-    asked = [operations] if isinstance(operations, str) else operations
-    if not isinstance(asked, Sequence) or not asked or any(one not in _SIGNS for one in asked):
+    names = [operations] if isinstance(operations, str) else operations
+    if not isinstance(names, Sequence) or not names or any(one not in _SIGNS for one in names):
         raise ArgumentError(f"{_WHAT}: operations is {shown(operations)}; it is one or several of {', '.join(_SIGNS)}")
-    return [sign for name, sign in _SIGNS.items() if name in asked]
+    return [sign for name, sign in _SIGNS.items() if name in names]

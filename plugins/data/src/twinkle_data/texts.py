@@ -1,4 +1,4 @@
-"""The texts of a row, for filters: its conversations and what is said in them, or one of its columns."""
+"""The texts of a row, for filters: its conversations and their messages, or one of its columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -79,15 +79,15 @@ def checked_roles(roles: Sequence[str] | None, owner: str) -> tuple[str, ...] | 
     """
     if roles is None:
         return None
-    named = (roles,) if isinstance(roles, str) else tuple(roles)
-    for role in named:
+    names = (roles,) if isinstance(roles, str) else tuple(roles)
+    for role in names:
         if role not in ROLES:
             raise ArgumentError(f"{owner}: roles has {role!r}; a role is one of {', '.join(ROLES)}")
-    return named
+    return names
 
 
 def checked_share(value: Any, name: str, owner: str) -> float:
-    """Return an argument that is a share, 0 to 1.
+    """Return an argument that is a fraction, 0 to 1.
 
     Raises:
         ArgumentError: it is something else.
@@ -98,7 +98,7 @@ def checked_share(value: Any, name: str, owner: str) -> float:
 
 
 def checked_count(value: Any, name: str, owner: str, least: int = 0) -> int:
-    """Return an argument that is a whole number from `least`.
+    """Return an argument that is an integer >= `least`.
 
     Raises:
         ArgumentError: it is something else.

@@ -114,13 +114,13 @@ def _images(row: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _placed(text: str, images: Mapping[int, Any], where: str) -> tuple[str, list[Any]]:
-    """Return the text with one placeholder for each image, and the images in the order of their places."""
-    named = [int(number) for number in _NUMBERED.findall(text)]
-    if missing := [number for number in named if number not in images]:
+    """Return the text with one placeholder for each image, and the images in the order of their placeholders."""
+    numbers = [int(number) for number in _NUMBERED.findall(text)]
+    if missing := [number for number in numbers if number not in images]:
         raise DataError(f"{where}: the text names image {missing[0]}, and the row has {_count(len(images), 'image')}")
     text = _NUMBERED.sub(PLACEHOLDER, text)
-    ordered = [image for number, image in images.items() if number not in named]
-    ordered += [images[number] for number in named]
+    ordered = [image for number, image in images.items() if number not in numbers]
+    ordered += [images[number] for number in numbers]
     places = text.count(PLACEHOLDER)
     if places > len(ordered):
         raise DataError(

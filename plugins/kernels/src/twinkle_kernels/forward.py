@@ -60,7 +60,7 @@ class KernelForward:
 
 
 def is_layer_class(kernel: Any) -> bool:
-    """Say whether a kernel is a class of layers, whose `forward` is what counts."""
+    """Return whether a kernel is a layer class, whose `forward` is used."""
     from torch import nn
 
     return isinstance(kernel, type) and issubclass(kernel, nn.Module)

@@ -89,22 +89,22 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     from twinkle_registry.trust.policy import Policy
     from twinkle_registry.trust.reference import Origin
 
-    policy, asked = Policy.load(fetch=True), f"kernel repository {repo!r}"
+    policy, context = Policy.load(fetch=True), f"kernel repository {repo!r}"
     if reason := policy.denies(f"hf://{repo}"):
-        raise NotTrusted(f"{asked}: code from hf://{repo} is forbidden: {reason}; ask the owner of that file")
+        raise NotTrusted(f"{context}: code from hf://{repo} is forbidden: {reason}; ask the owner of that file")
     place, commit = _whereabouts(repo, revision, api)
-    origin = Origin.checked("hf", place, commit, asked=asked)
+    origin = Origin.checked("hf", place, commit, context=context)
     if reason := policy.denies(f"hf://{repo}", commit) or policy.forbids(origin):
-        raise NotTrusted(f"{asked}: code from {origin} is forbidden: {reason}; ask the owner of that file")
+        raise NotTrusted(f"{context}: code from {origin} is forbidden: {reason}; ask the owner of that file")
     if not policy.allows(origin):
         raise NotTrusted(
-            f"{asked}: cannot run code from {origin.place}: it is not trusted; review it, then allow this commit in "
+            f"{context}: cannot run code from {origin.place}: it is not trusted; review it, then allow this commit in "
             f"twinkle.toml: [trust] allow = [{str(origin)!r}]\n  (other ways: {origin.place!r} there for all commits, "
             f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){untrusted_suffix()}"
         )
     if policy.signers(origin):
         raise NotTrusted(
-            f"{asked}: the policy wants code from {origin.place} to be signed, and signatures of kernel repositories "
+            f"{context}: the policy requires signed code from {origin.place}, but signatures of kernel repositories "
             "are not checked; use an installed kernel"
         )
     return commit

@@ -75,7 +75,7 @@ def warn_left_alone(key: Key, value: Mapping[str, Any], device: str) -> None:
     if (key, device) not in _WARNED:
         _WARNED.add((key, device))
         get_logger().warning(
-            "kernelize: %s stays as it is: there is no kernel for %s, only for %s",
+            "kernelize: %s is unchanged: there is no kernel for %s, only for %s",
             key_name(key), device, ", ".join(value),
         )  # fmt: skip
 

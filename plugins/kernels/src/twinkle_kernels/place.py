@@ -14,7 +14,7 @@ class Kernels(Patch):
     """What `kernelize` does, as a patch, so that the record of patches has it.
 
     Args:
-        mapping: what was asked for, by this and earlier calls.
+        mapping: kernels requested by this and earlier calls.
         device: what the model computes on, where its parameters do not say so.
 
     Attributes:
@@ -191,7 +191,7 @@ def _warn_unknown(mapping: Mapping[Any, Any], target: Any) -> None:
 
 
 def _warn_nothing(wanted: Mapping[Key, Any], target: Any) -> None:
-    """Say so where no layer of the model is of a class that was asked for."""
+    """Warn if the model has no layer of a requested class."""
     from twinkle.logging import get_logger
 
     asked = [key for key in wanted if not isinstance(key, str)]

@@ -54,7 +54,7 @@ class CISPOLoss(GRPOLoss):
         if num_items_in_batch is not None:
             raise ArgumentError(
                 f"CISPOLoss: num_items_in_batch={num_items_in_batch!r:.40}; the step divides by the trained tokens of "
-                "all its micro-batches and ranks, which it counts itself; leave it out (DRGRPOLoss divides by a "
+                "all its micro-batches and ranks, which it counts itself; omit it (DRGRPOLoss divides by a "
                 "constant of yours)"
             )
         return super().__call__(inputs, outputs, old_logps, ref_logps, advantages, rollout_logps)

@@ -32,7 +32,7 @@ class InfonceLoss(Loss):
         hard_negatives: how many negatives each group shall have: more are cut off at the end, fewer are repeated in
             turn from the first. None keeps the groups as they are.
         mask_fake_negative: leave out of Z_i every term but the positive's whose s is above
-            `s(q_i, d_i+) + fake_neg_margin`: it may be a positive that nobody marked (arXiv:2506.05176, section 3.1;
+            `s(q_i, d_i+) + fake_neg_margin`: it may be an unlabelled positive (arXiv:2506.05176, section 3.1;
             the paper also leaves out texts equal to d_i+, which are not told apart here: a text that is the positive
             of two groups of a batch is a negative of each).
         fake_neg_margin: see `mask_fake_negative`.

@@ -27,7 +27,7 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
         ignore_index: see `CrossEntropyLoss`.
         reduction: "mean" or "sum", which mean the same: see `CrossEntropyLoss`.
         label_smoothing: see `CrossEntropyLoss`.
-        softcap: c in `c * tanh(z / c)`, if you want to be sure that the model caps its logits at it; the model's own
+        softcap: c in `c * tanh(z / c)`, to require that the model caps its logits with it; the model's own
             is used in any case, and another one is refused.
 
     Raises:
@@ -52,7 +52,7 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
         return LossOutput(total, int(self._mask(inputs["labels"]).sum()))
 
     def fuse(self, product: HeadProduct) -> FusedLoss | None:
-        """Compute the sum by Liger's kernel, if it can run here and has all that is asked for."""
+        """Compute the sum by Liger's kernel, if it can run here and supports all requested outputs."""
         kernel = _kernel() if _runs_on(product.hidden) else None
         weights = product.loss_scale
         if kernel is None or (weights is not None and bool((weights != 1).any())):

@@ -23,7 +23,7 @@ def number(
     Args:
         loss: whose option; the error names its class.
         name: the option.
-        value: what was given.
+        value: the passed value.
         least: the smallest value that it may have.
         above: what it must be above.
         below: what it must be below.

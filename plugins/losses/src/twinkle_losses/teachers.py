@@ -146,7 +146,7 @@ def _whole_numbers(ids: Tensor, vocabulary: int, name: str, where: Trained) -> T
 
 def _check_sums(given: Tensor, name: str, where: Trained) -> None:
     sums = given.exp().sum(-1)
-    if bool((sums > 1.01).any()):  # NaN is found, and told, where the loss is
+    if bool((sums > 1.01).any()):  # NaN is detected and reported where the loss is computed
         at = int((sums > 1.01).nonzero()[0])
         raise ArgumentError(
             f"{where.loss}: {name} of {_place(where, at)} are no log-probabilities, their probabilities sum to "

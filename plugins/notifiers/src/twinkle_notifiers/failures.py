@@ -135,7 +135,7 @@ def run_listener() -> RunListener | None:
 
 
 def is_told(error: BaseException, *, context: bool = True) -> bool:
-    """Return whether people were told of this exception, or of one that it was raised from.
+    """Return whether this exception, or one in its chain of causes, was already reported.
 
     Args:
         error: the exception.
@@ -155,7 +155,7 @@ def is_told(error: BaseException, *, context: bool = True) -> bool:
 
 
 def _prepared(notifiers: Sequence[Notifier], context: str, error: BaseException, name: str | None) -> str:
-    """Mark the exception as told and return the message about it."""
+    """Mark the exception as reported and return its message."""
     vars(error)[_MARK] = True  # setattr may be forbidden
     text = failure_text(error, context=context, name=name)
     # A traceback shows lines of the script, which may contain the address.

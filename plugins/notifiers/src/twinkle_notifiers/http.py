@@ -81,7 +81,7 @@ def json_of(text: str) -> dict[str, Any]:
     """Return the JSON object in an answer.
 
     Raises:
-        Refused: there is none; something else than the service answers at this address.
+        Refused: it is missing, so another server answers at this address.
     """
     try:
         value = json.loads(text)

@@ -156,6 +156,6 @@ def _address(text: Any, name: str) -> str:
 
 
 def _answer(code: int) -> Exception:
-    """Return the error for an SMTP reply (RFC 5321: 4xx is for now, 5xx for good)."""
+    """Return the error for an SMTP reply (RFC 5321: 4xx is temporary, 5xx permanent)."""
     why = f"SMTP {code}" + (", the login is refused" if code == 535 else "")
     return NotNow(why) if 400 <= code < 500 or code == -1 else Refused(why)

@@ -13,7 +13,7 @@ LIMIT = 39_000  # Slack cuts texts off at 40,000 letters
 class SlackNotifier(Notifier):
     """Sends messages through a Slack incoming webhook.
 
-    `&`, `<` and `>` are escaped as Slack wants it, so that nothing in a traceback becomes a link or calls everybody. A
+    `&`, `<` and `>` are escaped for Slack, so that a traceback cannot contain links or mentions. A
     message above 40,000 letters loses its middle. What cannot be delivered is logged and forgotten.
 
     Args:

@@ -64,7 +64,7 @@ def _build(given: Any) -> Notifier:
     if isinstance(given, Mapping):
         return Notifier.from_dict(given)
     if given is None:
-        raise ArgumentError("a list of notifiers holds None; leave it out")
+        raise ArgumentError("a list of notifiers contains None; remove it")
     from twinkle._registry import registry
 
     built: Notifier = registry().build(given, "notifier")

@@ -57,7 +57,7 @@ def apply_context(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Ite
     """Apply a patch for the duration of a `with` block; it is undone also when the block raises.
 
     Blocks of the same patch and object may be nested, and overlap in threads: the last to end undoes it. A patch that
-    was applied for good stays. Arguments and errors are those of `apply_patch`.
+    was applied permanently stays applied. Arguments and errors are those of `apply_patch`.
 
     Raises:
         PatchError: also where there is no way back: a function, or a patch that neither uses `replace` nor defines
@@ -69,7 +69,7 @@ def apply_context(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Ite
     if not isinstance(patch, Patch):
         raise PatchError(
             f"apply_context: {record.name_of(patch)} is a function, which cannot be undone; make it a subclass of "
-            "Patch that uses self.replace, or apply it for good with apply_patch"
+            "Patch that uses self.replace, or apply it permanently with apply_patch"
         )
     application, result = record.apply(patch, module, args, kwargs, keep=False)
     try:
@@ -97,7 +97,7 @@ def undo_patch(module: Any, patch_cls: Any) -> None:
 
 
 def is_applied(module: Any, patch_cls: Any) -> bool:
-    """Say whether a patch, in any form of component argument, is applied to `module` now."""
+    """Return whether a patch, in any form of component argument, is applied to `module` now."""
     from twinkle._registry import registry
 
     _check_order("is_applied", module, patch_cls)

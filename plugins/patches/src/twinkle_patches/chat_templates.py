@@ -73,8 +73,8 @@ class Qwen3ChatTemplate(_ChatTemplatePatch):
 
     Qwen3's chat template takes any turn of the assistant that mentions `</think>` apart: what stands before the first
     is shown as a thought, or dropped in older turns, and what stands between the first and the last is lost. With the
-    patch a turn without a thought at its beginning is shown as it is, and a thought ends at the first `</think>`. Turns
-    with `reasoning_content` are shown as before.
+    patch a turn without a thought at its beginning is shown unchanged, and a thought ends at the first `</think>`.
+    Turns with `reasoning_content` are shown as before.
     """
 
     what = "read thoughts from the text of a turn"

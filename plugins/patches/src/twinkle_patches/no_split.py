@@ -24,7 +24,7 @@ class NoSplitModulesPatch(Patch):
 
     versions: ClassVar[dict[str, str]] = {"transformers": ">=4.40,<6"}
     changes = ("<model>._no_split_modules",)
-    needed = "where a model's own list of blocks is wrong, as with remote code, or not what you want to shard by"
+    needed = "where a model's own list of blocks is wrong, as with remote code, or not the right unit for sharding"
 
     def __init__(self, module_names: Iterable[str] | str | None = None) -> None:
         self.module_names = None if module_names is None else _names(module_names)

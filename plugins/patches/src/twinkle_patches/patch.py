@@ -13,7 +13,7 @@ class Patch:
     """Changes a module (or a class, a library, a tokenizer) in place, and back.
 
     A subclass defines `__call__` and changes symbols with `replace`, `wrap` and `edit`; then `unpatch` needs no code,
-    applying twice is the same as applying once, another patch that wants the same symbol is refused, and an error in
+    applying twice is the same as applying once, another patch of the same symbol is refused, and an error in
     the middle undoes what was done. A patch that changes things by other means defines `unpatch` itself.
 
     Attributes:
@@ -43,8 +43,8 @@ class Patch:
         """Change `module` (a `torch.nn.Module`, or another object that the patch documents) and return it.
 
         Raises:
-            PatchError: it is applied with other arguments, does not know an installed version, or wants a symbol that
-                another patch has.
+            PatchError: it is applied with other arguments, does not know an installed version, or replaces a symbol
+                that another patch has.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__(self, module, ...)")
 
@@ -103,7 +103,7 @@ class Patch:
         Args:
             owner: a module, a class or an instance.
             name: the attribute.
-            change: returns a new value and leaves the old one as it is; it is kept alive while the patch is applied.
+            change: returns a new value without modifying the old one; it is kept alive while the patch is applied.
 
         Raises:
             ArgumentError: there is no such attribute, or it cannot be set.
@@ -131,7 +131,7 @@ class Around:
         self.original, self.around = original, around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `around` with the original and what was given."""
+        """Call `around` with the original and the arguments."""
         return self.around(self.original, *args, **kwargs)
 
 

@@ -41,7 +41,7 @@ class Change:
     claims: list[Claim]
 
     def set(self, value: Any) -> None:
-        """Give the symbol another value, and remember it."""
+        """Replace the symbol's value, and record the change."""
         owner = self.owner()
         slots.put(owner, self.name, value)
         self.now = slots.held(slots.stored(owner, self.name))
@@ -72,7 +72,7 @@ class Application:
     Attributes:
         patch: the instance (or plain function) that was called.
         target: returns the object, None once it is gone.
-        arguments: what was given beside the object, and what the patch was made with.
+        arguments: arguments of the call except the object, and of the patch's constructor.
         result: returns what the patch returned.
         changes: what it replaced, in order.
         parts: applications that it made itself, which end with it.
@@ -105,17 +105,17 @@ _version = 0
 def apply(
     patch: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keep: bool
 ) -> tuple[Application, Any]:
-    """Apply a patch unless it is applied already, remember it, and return that with what the patch returned.
+    """Apply a patch unless it is already applied, record it, and return the record with the patch's result.
 
     Args:
         patch: an instance of `Patch`, or a function.
         target: what it is to change.
         args: further arguments of the patch.
         kwargs: its keyword arguments.
-        keep: for good; else for the caller, who must `leave` it.
+        keep: apply permanently; otherwise the caller must `leave` it.
 
     Raises:
-        PatchError: it is applied with other arguments, does not know an installed version, or wants a symbol that
+        PatchError: it is applied with other arguments, does not know an installed version, or replaces a symbol that
             another patch has.
     """
     with _lock:
@@ -148,7 +148,7 @@ def leave(application: Application) -> None:
 
 
 def undo(patch: Any, target: Any) -> None:
-    """Undo a patch that was applied for good; while a `with` block uses it, its end undoes it.
+    """Undo a permanently applied patch; if a `with` block uses it, it is undone at the end of the block.
 
     Raises:
         PatchError: it is not applied to this object, only for a `with` block, or cannot be undone.
@@ -197,26 +197,26 @@ def claim(patch: Any, owner: Any, name: str, *, new: Any = None, edit: Callable[
 
 
 def is_running(patch: Any, target: Any) -> bool:
-    """Say whether this thread is applying this very patch to this very object."""
+    """Return whether this thread is currently applying this patch to this object."""
     with _lock:
         return any(a.patch is patch and a.target() is target for a in _running)
 
 
 def is_undoing(patch: Any, target: Any) -> bool:
-    """Say whether this patch is just being undone on this object."""
+    """Return whether this patch is currently being undone on this object."""
     with _lock:
         return any(a.undoing and a.target() is target and _key(a.patch) is _key(patch) for a in _applications)
 
 
 def is_applied(patch: Any, target: Any) -> bool:
-    """Say whether a patch (an instance, a class or a function) is applied to an object."""
+    """Return whether a patch (an instance, a class or a function) is applied to an object."""
     with _lock:
         _forget_the_gone()
         return _find(patch, target) is not None
 
 
 def is_recorded(owner: Any, name: str) -> bool:
-    """Say whether a patch of the record has this symbol."""
+    """Return whether a recorded patch replaces this symbol."""
     with _lock:
         change = _changes.get((id(owner), name))
         return change is not None and change.owner() is owner
@@ -276,7 +276,7 @@ def _new_change(owner: Any, name: str, application: Application) -> Change:
 def _conflict(application: Application, change: Change) -> PatchError:
     first = change.claims[0].patch
     return PatchError(
-        f"{name_of(application.patch)} wants to replace {change.symbol}, which {name_of(first)} has replaced; use one "
+        f"{name_of(application.patch)} cannot replace {change.symbol}, which {name_of(first)} has replaced; use one "
         f"of the two, or undo the other first: twinkle.patch.undo_patch(module, {short_name(first)!r})"
     )
 
@@ -305,7 +305,7 @@ def _undo(application: Application) -> None:
 
 
 def can_undo(application: Application) -> bool:
-    """Say whether there is a way back."""
+    """Return whether it can be undone."""
     return bool(application.changes or application.parts) or _own_unpatch(application.patch)
 
 

@@ -23,7 +23,7 @@ def held(value: Any) -> Callable[[], Any]:
 
 
 def stored(owner: Any, name: str) -> Any:
-    """Return what `owner` itself holds under `name`: a class's descriptor as it is, never an inherited value."""
+    """Return the attribute `name` of `owner` itself: descriptors are not resolved, inherited values are ignored."""
     store = _store(owner, name)
     if store is not None:
         return store.get(name, MISSING)
@@ -49,7 +49,7 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Say whether the attribute is there, the owner's own or inherited; nothing is computed."""
+    """Return whether the attribute exists, own or inherited, without evaluating it."""
     if inspect.getattr_static(owner, name, MISSING) is not MISSING:
         return True
     store = _store(owner, name)

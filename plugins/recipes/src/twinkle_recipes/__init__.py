@@ -1,1 +1,1 @@
-"""Recipes: whole runs, each one readable loop. `twinkle_recipes.sft.sft` fine-tunes on conversations."""
+"""Recipes: complete training runs, each as one readable loop. `twinkle_recipes.sft.sft` fine-tunes on conversations."""

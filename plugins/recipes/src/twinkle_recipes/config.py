@@ -35,11 +35,11 @@ class Strict(BaseModel):
             return {key: values}
         if not isinstance(values, dict):
             return values
-        known = list(cls.model_fields)
+        keys = list(cls.model_fields)
         for key in values:
-            if key not in known:
-                close = nearest(str(key), known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            if key not in keys:
+                close = nearest(str(key), keys, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
                 raise ConfigError(f"unknown key {key!r}; {hint}")
         return values
 
@@ -108,8 +108,8 @@ class DataConfig(Strict):
             return values
         if values.get("preprocessor", NAMES[0]) != NAMES[0]:
             return values
-        given = values.get("preprocessor_args") or {}
-        return {**values, "preprocessor": NAMES[0], "preprocessor_args": {**NAMES[1], **given}}
+        arguments = values.get("preprocessor_args") or {}
+        return {**values, "preprocessor": NAMES[0], "preprocessor_args": {**NAMES[1], **arguments}}
 
     @field_validator("slice")
     @classmethod
@@ -179,8 +179,8 @@ class LoraConfig(Strict):
     def _nothing_beside_a_trained_one(self) -> Self:
         others = self.model_dump(exclude={"init_from"})
         if self.init_from is not None and others != LoraConfig().model_dump(exclude={"init_from"}):
-            given = ", ".join(key for key, value in others.items() if value != LoraConfig.model_fields[key].default)
-            raise ValueError(f"the adapter in {self.init_from} determines {given}; remove these keys")
+            changed = ", ".join(key for key, value in others.items() if value != LoraConfig.model_fields[key].default)
+            raise ValueError(f"the adapter in {self.init_from} determines {changed}; remove these keys")
         return self
 
 

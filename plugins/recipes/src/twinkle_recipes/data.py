@@ -1,4 +1,4 @@
-"""From the configuration to batches: which rows are trained on, which are held out, and the loaders of both."""
+"""Creates the loaders of training and held-out rows from the configuration."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ _ROW = re.compile(r"row (\d+): ")
 
 Config = TypeVar("Config", bound=RunConfig)
 Wanted = list[int] | slice | None
-"""Which rows of a data set: by number, of a stream a slice, or all."""
+"""Rows of a data set: a list of indices, a slice of a stream, or None for all."""
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _NOTHING: Mapping[str, Any] = {}
 _INSPECTED = 1000
 _INSPECTED_OF_STREAM = 64
-_FEW_ROWS = 10  # with fewer, one row changes a mean or a share by more than a tenth
+_FEW_ROWS = 10  # with fewer rows, each one contributes more than a tenth to a mean
 
 
 @contextmanager
@@ -48,12 +48,12 @@ def without_bars() -> Iterator[None]:
 def loaders(config: Config, encode: Callable[[Any, Config], None] | None = None) -> tuple[Any, Any]:
     """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
 
-    A held-out row is never trained on: rows with the same content always fall on the same side. Of a stream nothing is
-    held out.
+    A held-out row is never trained on: rows with the same content are always on the same side. A stream has no
+    held-out rows.
 
     Args:
-        config: of the run.
-        encode: turns the rows of a data set into tokens, in place; by default the configured template does.
+        config: configuration of the run.
+        encode: encodes the rows of a data set in place; by default with the configured template.
     """
     data, encode = config.data, encode or encode_rows
     held_out = None
@@ -62,55 +62,62 @@ def loaders(config: Config, encode: Callable[[Any, Config], None] | None = None)
         held_out = _loader(_dataset(config, name, split, None, data.eval_args), config, name, None, False, encode)
     rows: list[int] | slice = parse_slice(data.slice) if is_stream(config) else _selected_rows(config)
     if data.eval_fraction and not data.separate_eval and isinstance(rows, list):
-        chosen = set(held_out_rows(*_raw(config, rows), data.eval_fraction, config.seed))
-        own = sorted(chosen)
-        held_out = _loader(_dataset(config, data.id, data.split, own), config, data.id, own, False, encode)
-        rows = [row for row in rows if row not in chosen]
+        held_out_indices = set(held_out_rows(*_raw(config, rows), data.eval_fraction, config.seed))
+        evaluation_indices = sorted(held_out_indices)
+        held_out = _loader(
+            _dataset(config, data.id, data.split, evaluation_indices),
+            config,
+            data.id,
+            evaluation_indices,
+            False,
+            encode,
+        )
+        rows = [row for row in rows if row not in held_out_indices]
     training = _dataset(config, data.id, data.split, rows)
     return _loader(training, config, data.id, rows, data.shuffle, encode), held_out
 
 
 def held_out_rows(indices: Sequence[int], rows: Sequence[Any], fraction: float, seed: int) -> list[int]:
-    """Return the indices of about `fraction` of the rows, at least one, chosen by content and seed.
+    """Return the indices of about `fraction` of the rows, at least one, selected by content and seed.
 
-    Rows of the same content are chosen together. The choice depends neither on the order of the rows nor on any global
-    generator.
+    Rows of the same content are selected together. The selection depends neither on the order of the rows nor on a
+    global random generator.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: no row would remain for training.
     """
     groups: dict[str, list[int]] = {}
     for index, row in zip(indices, rows, strict=True):
         text = json.dumps(row, sort_keys=True, default=repr, ensure_ascii=False)
         groups.setdefault(hashlib.sha256(f"{seed}:{text}".encode()).hexdigest(), []).append(index)
-    wanted = max(1, round(fraction * len(rows)))
-    chosen: list[int] = []
+    target = max(1, round(fraction * len(rows)))
+    selected: list[int] = []
     for digest in sorted(groups):
-        if len(chosen) >= wanted:
+        if len(selected) >= target:
             break
-        chosen += groups[digest]
-    if len(chosen) >= len(rows):
+        selected += groups[digest]
+    if len(selected) >= len(rows):
         raise DataError(
             f"{len(rows)} rows with {len(groups)} different contents cannot be divided into training and evaluation "
             f"rows with eval_fraction {fraction}; give more rows, or eval_fraction: 0"
         )
-    return chosen
+    return selected
 
 
 def groups_of_batches(loader: Any, epochs: int | None, size: int) -> Iterator[list[Any]]:
-    """Yield `size` batches at a time over all epochs (None: without an end); the very last group may be smaller."""
+    """Yield groups of `size` batches over all epochs (None: endlessly); the last group may be smaller."""
     batches = (batch for _ in (count() if epochs is None else range(epochs)) for batch in loader)
     while group := list(islice(batches, size)):
         yield group
 
 
 def batches_per_epoch(loader: Any) -> int | None:
-    """Return how many batches an epoch has; None for a stream, whose length is unknown."""
+    """Return the number of batches per epoch; None for a stream, whose length is unknown."""
     return None if isinstance(loader.dataset, StreamLike) else len(loader)
 
 
 def describe_data(training: Any, held_out: Any) -> str:
-    """Return how many batches an epoch has, and how many are held out (None: no evaluation)."""
+    """Describe the number of batches per epoch and of held-out rows (None: no evaluation)."""
 
     def size(loader: Any) -> str:
         batches = batches_per_epoch(loader)
@@ -120,20 +127,20 @@ def describe_data(training: Any, held_out: Any) -> str:
     if held_out is None:
         return text
     rows = None if batches_per_epoch(held_out) is None else len(held_out.dataset)
-    few = f" (only {rows}: their numbers say little)" if rows is not None and rows < _FEW_ROWS else ""
+    few = f" (only {rows}: results are noisy)" if rows is not None and rows < _FEW_ROWS else ""
     return f"{text}; {size(held_out)} of other rows to evaluate on{few}"
 
 
 def count_steps(config: SFTConfig, batches: int | None) -> int:
-    """Return the number of optimizer steps in a run with `batches` batches an epoch (None: a stream)."""
+    """Return the number of optimizer steps in a run with `batches` batches per epoch (None: a stream)."""
     if batches is None:
-        return config.max_steps or 0  # `check_stream` has seen that it is set
+        return config.max_steps or 0  # checked by `check_stream`
     steps = -(-config.epochs * batches // config.gradient_accumulation_steps)
     return min(steps, config.max_steps or steps)
 
 
 def share(batch: Sequence[Any], rank: int, ranks: int) -> list[Any]:
-    """Return the rows of a batch that rank `rank` of `ranks` computes; there may be none."""
+    """Return the rows of a batch that rank `rank` of `ranks` computes, possibly none."""
     return list(batch[rank::ranks])
 
 
@@ -173,27 +180,27 @@ def _dataset(config: RunConfig, name: str, split: str, rows: Wanted, args: Mappi
 
 
 def _warn_of_gaps(dataset: Any, name: str) -> None:
-    """Warn of names that were not filled in: a model would learn `{{NAME}}` as its name."""
+    """Warn about unfilled placeholders: a model would learn `{{NAME}}` as its name."""
     texts = (json.dumps(row, default=repr) for row in _first_rows(dataset))
     if gaps := sorted({gap for text in texts for gap in _GAP.findall(text)}):
         get_logger(__name__).warning(
-            "data set %s: its rows hold %s, which the model would learn as it stands; fill it in: data.preprocessor "
-            "SelfCognitionProcessor with preprocessor_args {model_name: ..., model_author: ...}, or one of your own",
+            "data set %s: its rows contain %s, which the model would learn literally; fill it in: data.preprocessor "
+            "SelfCognitionProcessor with preprocessor_args {model_name: ..., model_author: ...}, or another one",
             name, " and ".join(gaps),
         )  # fmt: skip
 
 
 def _first_rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows that are inspected before a run; of a stream fewer, since each may take long to arrive."""
+    """Yield the rows that are inspected before a run; fewer for a stream, whose rows may be slow to read."""
     if isinstance(dataset, StreamLike):
         return islice(cast("Iterable[Any]", dataset), _INSPECTED_OF_STREAM)
     return (dataset[index] for index in range(min(len(dataset), _INSPECTED)))
 
 
 def encode_rows(dataset: Any, config: RunConfig) -> None:
-    """Turn conversations, or pairs of them, into tokens by the configured template.
+    """Encode conversations, or pairs of them, with the configured template.
 
-    Prompts that are sampled from end with the header of an answer.
+    Prompts for sampling end with the generation prompt.
     """
     data = config.data
     arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
@@ -208,11 +215,11 @@ def _loader(
 
     Args:
         dataset: raw conversations.
-        config: of the run.
-        name: of the data set, for errors.
-        rows: which rows of that data set these are.
-        shuffle: in another order in each epoch.
-        encode: turns it into tokens.
+        config: configuration of the run.
+        name: name of the data set, for errors.
+        rows: indices of the rows in that data set.
+        shuffle: use another order in each epoch.
+        encode: encodes the data set.
     """
     data = config.data
     stream = isinstance(dataset, StreamLike)
@@ -233,36 +240,36 @@ def _loader(
     if Platform.get_world_size() > 1:
         import numpy as np
 
-        # Every rank gets whole batches and takes its part of each: so the same rows make a step, and none is left
-        # over, whatever the number of ranks.
+        # Every rank reads global batches and uses its share of each, so that a step consists of the same rows for
+        # any number of ranks.
         options["device_mesh"] = DeviceMesh(np.array([Platform.get_rank()]), ("dp",))
     return config.build("dataloader", data.loader, dataset, **options)
 
 
 def _check_labels(dataset: Any, data: DataConfig) -> None:
-    """Refuse rows without trained tokens, and warn of some; rows without labels are not checked.
+    """Refuse data without trained tokens, and warn about rows without any; rows without labels are not checked.
 
     Raises:
-        DataError: there is no row, or no token of any row is trained.
+        DataError: there are no rows, or no token of any row is trained.
     """
     from twinkle.dataset import Dataset, LazyDataset
 
     if len(dataset) == 0:
-        raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
+        raise DataError(f"data set {data.id}: no rows remain after encoding with max_length {data.max_length}")
     empty = sum(_is_untrained(dataset[index]) for index in range(len(dataset)))
     if empty == len(dataset):
         raise DataError(
             f"data set {data.id}: no token of its {len(dataset)} encoded rows is trained; {_cause(data)}, or the "
-            "conversations have no assistant turn; give a larger max_length, or rows with answers"
+            "conversations have no assistant turn; increase max_length, or use rows with answers"
         )
-    if empty and (isinstance(dataset, LazyDataset) or not isinstance(dataset, Dataset)):  # `Dataset` has warned itself
+    if empty and (isinstance(dataset, LazyDataset) or not isinstance(dataset, Dataset)):  # `Dataset` has already warned
         get_logger(__name__).warning(
             "data set %s: no token is trained in %d of %d encoded rows; %s", data.id, empty, len(dataset), _cause(data)
         )
 
 
 def _check_labels_of_stream(dataset: Any, data: DataConfig) -> None:
-    """Warn where the first rows of a stream teach nothing; those after them may."""
+    """Warn if the first rows of a stream have no trained tokens; later rows may have some."""
     rows = list(_first_rows(dataset))
     if all(map(_is_untrained, rows)):
         get_logger(__name__).warning(
@@ -277,17 +284,17 @@ def _is_untrained(row: Any) -> bool:
 
 
 def _cause(data: DataConfig) -> str:
-    return f"what would be trained may lie behind max_length {data.max_length} (truncation: {data.truncation})"
+    return f"the trained tokens may be beyond max_length {data.max_length} (truncation: {data.truncation})"
 
 
 def is_stream(config: RunConfig) -> bool:
-    """Return whether the configured class reads rows one after the other; it is imported, nothing is loaded."""
+    """Return whether the configured data set class is a stream; imports the class, but loads no data."""
     dataset: Any = config.component("dataset", config.data.type)
     return issubclass(dataset, StreamLike) if isinstance(dataset, type) else isinstance(dataset, StreamLike)
 
 
 def check_stream(config: RunConfig) -> None:
-    """Refuse what has no meaning for a stream, and what has one for streams alone; and rows that the recipe cannot use.
+    """Check that the configuration fits a stream or a data set with a length, and that the recipe supports its rows.
 
     Raises:
         ConfigError: with all problems at once.
@@ -295,45 +302,43 @@ def check_stream(config: RunConfig) -> None:
     data = config.data
     if not is_stream(config):
         if data.shuffle_buffer is not None:
-            raise ConfigError(
-                f"data.shuffle_buffer is for streams, but data.type {data.type} is not a stream; leave it out"
-            )
+            raise ConfigError(f"data.shuffle_buffer is for streams, but data.type {data.type} is not a stream; omit it")
         if hasattr(config.component("dataset", data.type), "pack_dataset") and not config.takes_packs:
             raise ConfigError(
-                f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
-                "itself; use Dataset (data.padding_free true spares the padding)"
+                f"data.type {data.type} packs several rows into one, but the recipe {config.recipe} needs "
+                "separate rows; use Dataset (data.padding_free true avoids padding)"
             )
         return
     if not config.takes_streams:
         raise ConfigError(
-            f"data.type {data.type} is a stream, and the recipe {config.recipe} needs rows with numbers; use Dataset"
+            f"data.type {data.type} is a stream, but the recipe {config.recipe} needs indexed rows; use Dataset"
         )
     problems = []
     if config.max_steps is None:
-        problems.append("max_steps: give the number of optimizer steps; the stream begins again where it ends before")
+        problems.append("max_steps: set the number of optimizer steps; a stream that ends earlier is restarted")
     if getattr(config, "epochs", 1) != 1:
-        problems.append("epochs: leave it out; max_steps says how long the run is")
+        problems.append("epochs: omit it; max_steps sets the length of the run")
     if data.eval_fraction and not data.separate_eval:
         problems.append(
-            "data.eval_fraction: no part of a stream can be held out; give evaluation rows of their own by "
+            "data.eval_fraction: rows of a stream cannot be held out; set separate evaluation rows with "
             "data.eval_id or data.eval_split, or data.eval_fraction 0"
         )
     if data.shuffle_buffer is not None and not data.shuffle:
-        problems.append("data.shuffle_buffer: it has no meaning without data.shuffle")
-    chosen = parse_slice(data.slice)
-    if any(part is not None and part < 0 for part in (chosen.start, chosen.stop, chosen.step)):
-        problems.append(f"data.slice {data.slice!r}: a stream goes forwards and has no known end; count from its start")
+        problems.append("data.shuffle_buffer: it requires data.shuffle")
+    selection = parse_slice(data.slice)
+    if any(part is not None and part < 0 for part in (selection.start, selection.stop, selection.step)):
+        problems.append(f"data.slice {data.slice!r}: a stream has no known end; count from its start")
     if problems:
         raise ConfigError("\n  ".join([f"data.type {data.type} is a stream, whose length is unknown:", *problems]))
 
 
 @contextmanager
 def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
-    """Give the row of an `EncodeError` within the block its number in the source, and its line in a jsonl file.
+    """Add the row's index in the source, and its line in a jsonl file, to an `EncodeError` raised in the block.
 
     Args:
         name: the data set.
-        rows: The rows that are encoded, in their order; None if they are not known.
+        rows: The indices of the encoded rows, in order; None if unknown.
     """
     try:
         yield

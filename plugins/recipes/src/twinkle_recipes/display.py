@@ -1,4 +1,4 @@
-"""What the user sees during a run: a live display on a terminal, plain lines everywhere else."""
+"""Output during a run: a live display on a terminal, plain lines otherwise."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def chart(values: Sequence[float], width: int = 60, height: int = 6) -> list[str]:
     """Return `height` lines of at most `width` columns that show `values` as bars.
 
-    They stand on 0, or where a value is negative on the least one, and the highest fills all lines.
+    Bars start at 0, or at the lowest value if one is negative; the highest value fills all lines.
 
     More values than columns are averaged in equal parts, so that the last column is always the newest.
     """
@@ -44,7 +44,7 @@ Answer = tuple[str, str, str]
 """A question, the answer before training and the one after."""
 
 Columns = Mapping[str, str]
-"""Which numbers of a step are shown, in this order, each with its label."""
+"""The numbers of a step that are shown, in order, each with its label."""
 
 SFT_COLUMNS: Columns = {
     "loss": "loss",
@@ -58,25 +58,25 @@ SFT_COLUMNS: Columns = {
 
 
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {code: 0xFFFD for code in range(0x7F, 0xA0)}
-"""Control characters, and what is shown in their place."""
+"""Replacements for control characters."""
 
 
 class Display(Protocol):
     """The terminal output of a recipe."""
 
     def __enter__(self) -> "Display":
-        """Begin to show steps."""
+        """Start the display."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the last state on the screen."""
+        """Stop the display; its last state stays on the screen."""
 
     def say(self, text: str) -> None:
         """Show one line."""
 
     def note(self, text: str) -> None:
-        """Show one line from within a signal handler, where something else may be being shown."""
+        """Show one line from a signal handler, which may have interrupted other output."""
 
     def begin(self, first_step: int, total_steps: int) -> None:
         """Set the number of steps; those before `first_step` are done."""
@@ -85,7 +85,7 @@ class Display(Protocol):
         """Show the numbers of a step."""
 
     def answers(self, answers: Sequence[Answer]) -> None:
-        """Show what the model said before and after."""
+        """Show the model's answers before and after training."""
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show rows of text under a title, such as some of the completions of a step."""
@@ -98,9 +98,9 @@ def display(
 
     Args:
         log_every: steps between plain lines.
-        console: where to write; by default standard output.
+        console: output; by default standard output.
         columns: the numbers of a step that are shown.
-        charted: the one of them that a terminal draws.
+        charted: the number that a terminal shows as a chart.
     """
     console = console or Console()
     if console.is_terminal:
@@ -109,7 +109,7 @@ def display(
 
 
 class Silent:
-    """Shows nothing: what every rank but the first has."""
+    """Shows nothing; used by all ranks except the first."""
 
     def __enter__(self) -> "Silent":
         return self
@@ -117,7 +117,7 @@ class Silent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is left open."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
         """Show nothing."""
@@ -142,9 +142,9 @@ class PlainDisplay:
     """One line for each `log_every` steps, without control characters.
 
     Args:
-        console: where to write.
+        console: output.
         log_every: steps between lines; the first, the last and every evaluated step are always shown.
-        columns: the numbers that a line has.
+        columns: the numbers in a line.
     """
 
     def __init__(self, console: Console, log_every: int = 1, columns: Columns = SFT_COLUMNS) -> None:
@@ -161,7 +161,7 @@ class PlainDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is left open."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
         """Write one line."""
@@ -177,15 +177,15 @@ class PlainDisplay:
         self._started = time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the numbers of a step, if it is its turn."""
+        """Write the numbers of a step, if it is due."""
         edge = step in (self._first, self._total) or any(name.startswith("eval/") for name in metrics)
         if edge or step % self._log_every == 0:
-            left = (time.monotonic() - self._started) / (step - self._first + 1) * (self._total - step)
+            remaining = (time.monotonic() - self._started) / (step - self._first + 1) * (self._total - step)
             numbers = " ".join(f"{name}={_number(name, metrics[name])}" for name in self._columns if name in metrics)
-            self.say(f"step {step}/{self._total} {numbers} eta={left:.0f}s")
+            self.say(f"step {step}/{self._total} {numbers} eta={remaining:.0f}s")
 
     def answers(self, answers: Sequence[Answer]) -> None:
-        """Write each question with its two answers on lines of their own."""
+        """Write each question and its two answers on separate lines."""
         for question, before, after in answers:
             self.say(f"question: {_one_line(question)}")
             self.say(f"  before: {_one_line(before)}")
@@ -205,7 +205,7 @@ class LiveDisplay:
     Args:
         console: a terminal.
         columns: the numbers that are shown.
-        charted: the one that is drawn.
+        charted: the number shown as a chart.
     """
 
     def __init__(self, console: Console, columns: Columns = SFT_COLUMNS, charted: str = "loss") -> None:
@@ -237,16 +237,16 @@ class LiveDisplay:
         self._live.stop()
 
     def __rich__(self) -> Group:
-        """Return the present content of the screen."""
+        """Return the current content of the screen."""
         note = [Text(self._note, style="bold")] if self._note else []
         return Group(self._bar, _numbers_line(self._numbers, self._columns), *self._chart(), *note)
 
     def say(self, text: str) -> None:
-        """Show one line above the display; a long one is left to the terminal, so that it can be copied whole."""
+        """Show one line above the display; long lines are wrapped by the terminal, so that they can be copied."""
         self._console.print(Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Show one line below the display, when that is drawn next; at once where it is not shown."""
+        """Show one line below the display at its next refresh, or immediately if it is not active."""
         self._note = text
         if not self._live.is_started:
             self.say(text)

@@ -43,7 +43,7 @@ CURVES = {
 def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
     """Train a model to prefer the chosen answer of each pair, and write the results and their records to `run.folder`.
 
-    `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `margin.png`, `checkpoints/`, with
+    `metrics.jsonl` (a line per step), `config.yaml`, `plugins.json`, `loss.png`, `margin.png`, `checkpoints/`, with
     `reference.cache` the folder `reference/`, and the result: `adapter/` (PEFT) or `model/` (all parameters).
 
     Returns:
@@ -51,9 +51,9 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         pictures.
 
     Raises:
-        ConfigError: several processes, a loss that compares no pairs or takes no reference, or a resumed run that is
-            not as it began.
-        DataError: a row is no pair, or one of its answers trains nothing.
+        ConfigError: several processes, a loss that compares no pairs or takes no reference, or a resumed run with a
+            changed configuration.
+        DataError: a row is not a pair, or one of its answers has no trained tokens.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
@@ -61,8 +61,8 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         check_loss(config)
         training, held_out = opening.data(encode_pairs)
         batches = len(training)
-        own = needs_reference(config) and config.reference.id is None
-        model = build_model(config, steps_of(opening.whole, config.epochs, batches), reference=own)
+        is_own_reference = needs_reference(config) and config.reference.id is None
+        model = build_model(config, steps_of(opening.whole, config.epochs, batches), reference=is_own_reference)
         keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
         if keeper.is_finished():
             return keeper.summary()

@@ -1,4 +1,4 @@
-"""The recipe `embedding`: texts that belong together come close. Read `embedding` from top to bottom: it is the run."""
+"""The recipe `embedding`: text embeddings. Read `embedding` from top to bottom: it is the whole run."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ CURVES = {
 def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
     """Train a model to embed texts, and write the results and their records to `run.folder`.
 
-    `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `similarity.png`, `checkpoints/`, and
+    `metrics.jsonl` (a line per step), `config.yaml`, `plugins.json`, `loss.png`, `similarity.png`, `checkpoints/`, and
     the result: `adapter/` (PEFT) or `model/` (all parameters).
 
     Returns:
@@ -75,30 +75,30 @@ def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
 def evaluate(model: Any, held_out: Any, config: EmbeddingConfig) -> dict[str, float]:
     """Return loss and similarities of the held-out groups, and the share of anchors that find their positive.
 
-    An anchor finds it if no other text of any held-out group is nearer; where there is no other, nothing is said.
+    An anchor finds it if no other text of any held-out group is nearer; without other texts, there is no share.
     """
     import torch
 
     anchors: list[Tensor] = []
     documents: list[Tensor] = []
-    own: list[int] = []
+    positives: list[int] = []
     for groups in held_out:
         rows = flat(groups)
         vectors = model.forward_only(inputs=rows, task="embedding", **config.in_memory)["embeddings"]
         model.calculate_loss()
         for row, vector in zip(rows, vectors.float(), strict=True):
             if row["labels"]:
-                own.append(len(documents))  # the positive follows its anchor
+                positives.append(len(documents))  # the positive follows its anchor
             (anchors if row["labels"] else documents).append(vector)
     similarities = torch.stack(anchors) @ torch.stack(documents).T
-    positive = similarities[torch.arange(len(own)), torch.tensor(own)]
+    positive = similarities[torch.arange(len(positives)), torch.tensor(positives)]
     retrieved = positive >= similarities.max(1).values - 1e-6  # the same text may occur in two groups
     accuracy = {"eval/retrieval_accuracy": float(retrieved.double().mean())} if len(documents) > 1 else {}
     return {**evaluated(model), **accuracy}
 
 
 def check_memory(config: EmbeddingConfig) -> None:
-    """Refuse a bound of memory where the loss compares all rows of a batch.
+    """Refuse `micro_batch_size` if the loss compares all rows of a batch.
 
     Raises:
         ConfigError: `micro_batch_size` is set, and the loss needs the batch in one piece.
@@ -106,6 +106,6 @@ def check_memory(config: EmbeddingConfig) -> None:
     loss: Any = config.build("loss", config.loss.name, **config.loss.args)
     if config.micro_batch_size is not None and not getattr(loss, "splittable", True):
         raise ConfigError(
-            f"micro_batch_size {config.micro_batch_size} cuts a batch, and the loss {config.loss.name} compares all of "
-            "its texts; leave it out, or let the loss compare within groups (loss.args.use_batch false)"
+            f"micro_batch_size {config.micro_batch_size} splits a batch, but the loss {config.loss.name} compares all "
+            "of its texts; omit it, or let the loss compare within groups (loss.args.use_batch false)"
         )

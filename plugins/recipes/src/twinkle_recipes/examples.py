@@ -1,4 +1,4 @@
-"""A run of two steps for the contract kit: a tiny random model on a few of our own rows."""
+"""Runs of two steps for the contract kit: a tiny random model on a few builtin rows."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def sft() -> dict[str, Any]:
-    """Return the values of a configuration, made in the folder that the kit gives."""
+    """Return the values of a configuration, with its files in the kit's folder."""
     return {"values": _values}
 
 
@@ -20,12 +20,12 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def grpo() -> dict[str, Any]:
-    """Return the values of a configuration of `grpo`, made in the folder that the kit gives."""
+    """Return the values of a configuration of `grpo`, with its files in the kit's folder."""
     return {"values": _policy_values}
 
 
 def rloo() -> dict[str, Any]:
-    """Return the values of a configuration of `rloo`, made in the folder that the kit gives."""
+    """Return the values of a configuration of `rloo`, with its files in the kit's folder."""
     return {"values": _policy_values}
 
 
@@ -44,17 +44,17 @@ def _policy_values(folder: Path) -> dict[str, Any]:
 
 
 def dpo() -> dict[str, Any]:
-    """Return the values of a configuration of `dpo`, made in the folder that the kit gives."""
+    """Return the values of a configuration of `dpo`, with its files in the kit's folder."""
     return {"values": _few_values}
 
 
 def gkd() -> dict[str, Any]:
-    """Return the values of a configuration of `gkd`, made in the folder that the kit gives."""
+    """Return the values of a configuration of `gkd`, with its files in the kit's folder."""
     return {"values": _distillation_values}
 
 
 def embedding() -> dict[str, Any]:
-    """Return the values of a configuration of `embedding`, made in the folder that the kit gives."""
+    """Return the values of a configuration of `embedding`, with its files in the kit's folder."""
     return {"values": _few_values}
 
 

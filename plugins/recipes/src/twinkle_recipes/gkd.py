@@ -35,10 +35,10 @@ CURVES = {
 
 
 def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
-    """Bring a student's distributions near to a teacher's, and write the results and their records to `run.folder`.
+    """Train a student to match a teacher's distributions, and write the results and their records to `run.folder`.
 
-    In a share `on_policy` of the steps the student answers the prompts itself, in the others the answers are those of
-    the data. `metrics.jsonl` (a line a step; step 0 is the evaluation before), `config.yaml`, `plugins.json`,
+    In a fraction `on_policy` of the steps, the student samples the answers; in the others, the answers are those of the
+    data. `metrics.jsonl` (a line per step; step 0 is the initial evaluation), `config.yaml`, `plugins.json`,
     `loss.png`, `kl.png`, `checkpoints/`, and the result: `adapter/` (PEFT) or `model/` (all parameters).
 
     Returns:
@@ -46,8 +46,9 @@ def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
         pictures.
 
     Raises:
-        ConfigError: several processes, a teacher with other tokens, or a resumed run that is not as it began.
-        DataError: there is nothing that the student could answer in a row, or no room behind a prompt.
+        ConfigError: several processes, a teacher with another vocabulary, or a resumed run with a changed
+            configuration.
+        DataError: a row has no prompt, or a prompt leaves no room for an answer.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
@@ -86,11 +87,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the divergences on held-out rows, each name under `eval/`.
 
-    They are those of the student's own answers to the held-out prompts, drawn alike at each evaluation; off-policy
-    those of the answers in the data.
+    They are computed on the student's own answers to the held-out prompts, sampled with the same seed in each
+    evaluation; off-policy, on the answers in the data.
     """
-    for given in held_out:
-        rows = given if student is None else student.answers(given, step=0)
+    for batch in held_out:
+        rows = batch if student is None else student.answers(batch, step=0)
         if rows:
             arguments = teacher(rows)
             model.forward_only(inputs=rows, **config.in_memory)

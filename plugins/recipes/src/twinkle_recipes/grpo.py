@@ -33,16 +33,16 @@ CURVES = {
     "kl.png": Curve({"kl": "to the reference", "approx_kl": "since sampling"}, "KL divergence (nats per token)"),
 }
 
-NOT_LOGGED = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
+NOT_LOGGED = ("accuracy", "correct_tokens", "total_tokens")  # whether sampled tokens are the most probable ones
 
 
 def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
     """Train a model to earn reward, and write the results and their records to `run.folder`.
 
     A step samples `num_generations` answers to each of `batch_size` prompts, scores them, compares those of one prompt,
-    and updates the model. `metrics.jsonl` (a line a step; step 0 is the evaluation before), `completions.jsonl` (every
-    answer with its rewards), `reward.png`, `kl.png`, `config.yaml`, `plugins.json`, `checkpoints/`, and the result:
-    `adapter/` (PEFT) or `model/`.
+    and updates the model. `metrics.jsonl` (a line per step; step 0 is the initial evaluation), `completions.jsonl`
+    (every answer with its rewards), `reward.png`, `kl.png`, `config.yaml`, `plugins.json`, `checkpoints/`, and the
+    result: `adapter/` (PEFT) or `model/`.
 
     Returns:
         `path` of the result (the weights of the last step), `steps`, the numbers of the last evaluation, and the
@@ -51,8 +51,8 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
     Raises:
         NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`.
         ConfigError: the configuration differs from that of the resumed run (`whole_run`), or there are several ranks.
-        DataError: the model has no room behind the longest prompt; or a reward raised, was late or gave what is no
-            number, and `scoring.on_error` is `fail`.
+        DataError: the longest prompt leaves no room for an answer; or a reward raised, timed out or returned NaN, and
+            `scoring.on_error` is `fail`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint is written.
     """
     with opened(config, run, COLUMNS, charted="reward") as opening:
@@ -91,12 +91,12 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
 
 
 def rloo(config: RLOOConfig, run: Run) -> dict[str, Any]:
-    """As `grpo`, whose loop it is: the other answers' mean as baseline, and the plain policy gradient."""
+    """Run the loop of `grpo` with the mean of the other answers as baseline and the plain policy gradient."""
     return grpo(config, run)
 
 
 def sync(syncing: CheckpointEngineManager, sampler: Any, config: GRPOConfig) -> None:
-    """Let the sampler answer with the weights as they are now."""
+    """Update the sampler to the current weights."""
     syncing.sync_weights(merge_and_sync=config.sampling.merge_and_sync)
     sampler.reset_prefix_cache()
 
@@ -104,12 +104,12 @@ def sync(syncing: CheckpointEngineManager, sampler: Any, config: GRPOConfig) -> 
 def train(
     model: Any, answers: Sequence[Answer], scores: Scores, logps: Logps, config: GRPOConfig, folder: Path
 ) -> dict[str, float]:
-    """Make the updates of one step from its answers, and return the numbers of the updates."""
-    chosen = [index for index in scores.kept if answers[index].logps]
-    rows = [answers[index].row for index in chosen]
+    """Make the updates of one step from its answers, and return their metrics."""
+    trained = [index for index in scores.kept if answers[index].logps]
+    rows = [answers[index].row for index in trained]
     if not rows:
         return {"untrained": 1}
-    known = logps(answers, chosen) | {"advantages": scores.advantages_of(chosen)}
+    inputs = logps(answers, trained) | {"advantages": scores.advantages_of(trained)}
     size = config.mini_batch_size or len(rows)
     with keep_rows(folder, rows):
         for _ in range(config.num_iterations):
@@ -118,7 +118,7 @@ def train(
                 model.forward_backward(
                     inputs=rows[part],
                     temperature=config.sampling.temperature,
-                    **{name: values[part] for name, values in known.items()},
+                    **{name: values[part] for name, values in inputs.items()},
                     **config.in_memory,
                 )
                 model.clip_grad_and_step(max_grad_norm=config.max_grad_norm)

@@ -1,4 +1,4 @@
-"""The numbers of a run's steps: under which names they are logged, how long phases take, and pictures of them."""
+"""Metrics of a run's steps: names in logs, durations of phases, and charts."""
 
 import json
 import math
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _RENAMED = {"learning rate": "learning_rate"}
-_LEFT_OUT = ("iters", "total time elapse", "speed")  # the step number and our own clock say the same
+_LEFT_OUT = ("iters", "total time elapse", "speed")  # duplicates of the step number and of our own timer
 
 
 def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,13 +25,13 @@ def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def losses_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training and evaluation loss of a step, as far as they are there, as `last_loss` and `eval/loss`."""
+    """Return the training and evaluation loss of a step, if present, as `last_loss` and `eval/loss`."""
     names = {"loss": "last_loss", "eval/loss": "eval/loss"}
     return {shown: metrics[name] for name, shown in names.items() if name in metrics}
 
 
 def is_due(step: int, every: int) -> bool:
-    """Say whether something that happens each `every` steps happens at `step`; 0 is never."""
+    """Return whether an action that is due every `every` steps is due at `step`; 0 means never."""
     return every > 0 and step % every == 0
 
 
@@ -73,25 +73,25 @@ class History:
 
     @classmethod
     def read(cls, path: Path, last_step: int) -> "History":
-        """Return what a `metrics.jsonl` holds up to `last_step`; a missing file is an empty history."""
+        """Return the content of a `metrics.jsonl` up to `last_step`; a missing file is an empty history."""
         history = cls()
         if path.is_file():
             for text in path.read_text(encoding="utf-8").splitlines():
                 try:
                     line = json.loads(text)
                 except json.JSONDecodeError:
-                    continue  # cut off by a crash
+                    continue  # truncated by a crash
                 if line.get("step", math.inf) <= last_step:
                     history.add(line["step"], line)
         return history
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The numbers of the newest step; none where there was no step."""
+        """The numbers of the newest step; empty without steps."""
         return self.steps[-1][1] if self.steps else {}
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Remember one step."""
+        """Record one step."""
         self.steps.append((step, metrics))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
@@ -104,8 +104,8 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average of `values`, corrected for its start (arXiv:1412.6980, section 3).
 
     Args:
-        values: one number a step.
-        weight: how much of the past is kept at each step; 0 gives `values` back.
+        values: one number per step.
+        weight: weight of the past values; 0 returns `values`.
     """
     averages: list[float] = []
     average = 0.0
@@ -117,12 +117,12 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A picture of some numbers of a run over its steps.
+    """A chart of numbers of a run over its steps.
 
     Attributes:
-        lines: name of a number, and its label; several are drawn in one picture.
-        unit: what the vertical axis is called.
-        points: numbers measured only now and then, such as at evaluations: drawn with a mark at each.
+        lines: name of a number, and its label; several are drawn in one chart.
+        unit: label of the vertical axis.
+        points: numbers of some steps, such as evaluations; drawn with markers.
         from_zero: whether the vertical axis begins at 0; no number may be below.
     """
 
@@ -177,7 +177,7 @@ def write_curve(history: History, curve: Curve, path: Path, title: str) -> Path 
     try:
         figure.savefig(work, format="png")
         work.replace(path)
-    except OSError as error:  # a picture must not hide why the run ends, which may be the same full disk
+    except OSError as error:  # a failed chart must not hide why the run ends, such as a full disk
         work.unlink(missing_ok=True)
         get_logger(__name__).warning("no %s curve: %s cannot be written: %s", path.stem, path, error.strerror or error)
         return None

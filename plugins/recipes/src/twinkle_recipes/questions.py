@@ -1,4 +1,4 @@
-"""Questions asked before and after training: the answers, and the file they are kept in."""
+"""Questions asked before and after training: the answers, and the file that stores them."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Interview:
-    """The questions of a run: asked and written by the first rank, if it holds the whole model.
+    """The questions of a run: asked and written by the first rank, if it has the whole model.
 
     Args:
         config: The configuration of the run.
@@ -31,7 +31,7 @@ class Interview:
         self._is_asked = bool(config.questions) and ranks.is_first and not sharded
         self._before: list[str] = []
         if config.questions and sharded:
-            show.say("the questions are not asked: with mesh.fsdp no process holds the whole model")
+            show.say("the questions are skipped: with mesh.fsdp no process has the whole model")
 
     def before(self, model: Any) -> None:
         """Ask before training, unless an earlier part of this run did."""
@@ -90,7 +90,7 @@ def answers_before(path: Path, questions: Sequence[str]) -> list[str] | None:
         return None
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        kept = {row["question"]: row["before"] for row in rows}
+        answers = {row["question"]: row["before"] for row in rows}
     except (ValueError, KeyError, TypeError):
         return None
-    return [kept[question] for question in questions] if all(question in kept for question in questions) else None
+    return [answers[question] for question in questions] if all(question in answers for question in questions) else None

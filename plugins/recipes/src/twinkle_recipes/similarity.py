@@ -10,7 +10,7 @@ from twinkle_recipes.config import Arguments, DataConfig, LossConfig, Positive, 
 
 
 class GroupsConfig(DataConfig):
-    """Which rows, which of their columns are texts that belong together, and how those become tokens."""
+    """Data set, columns of the texts, and tokenization."""
 
     id: str = Field(
         default="builtin://arithmetic-paraphrases",
@@ -28,14 +28,14 @@ class GroupsConfig(DataConfig):
 
 
 class EmbeddingLossConfig(LossConfig):
-    """What is minimised."""
+    """The loss."""
 
     name: str = Field(default="InfonceLoss", description="Component of kind `loss` over groups of embeddings")
     args: Arguments = Field(default={"temperature": 0.05}, description="Keyword arguments of the loss")
 
 
 class EmbeddingConfig(RunConfig):
-    """Embeddings: texts that belong together come close, others apart."""
+    """Text embeddings: similar texts get similar vectors."""
 
     recipe = "embedding"
     kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs"}
@@ -59,26 +59,26 @@ GROUP = "group"
 
 
 def flat(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the rows of some groups, one after the other; the label 1 begins a group."""
+    """Return the rows of groups in one list; the label 1 marks the first row of a group."""
     return [row for group in groups for row in group[GROUP]]
 
 
 def encode_groups(dataset: Any, config: EmbeddingConfig) -> None:
     """Replace the columns of text by the column `group`, whose cells are lists of encoded rows.
 
-    Each text is a user's message. A group with a text that `data.truncation` deletes is left out.
+    Each text is a user's message. A group with a text that `data.truncation` deletes is dropped.
 
     Raises:
         ConfigError: the data set encodes its rows itself.
-        EncodeError: a text is missing, empty, no text, or longer than it may be; names row and column.
+        EncodeError: a text is missing, empty, not a string, or too long; names row and column.
     """
     from twinkle.dataset import LazyDataset
 
     data = config.data
     if isinstance(dataset, LazyDataset):
         raise ConfigError(
-            f"data.type {data.type} encodes a row when it is read, and the recipe embedding encodes groups of texts "
-            "beforehand; use Dataset"
+            f"data.type {data.type} encodes rows when they are read, but the recipe embedding encodes groups of texts "
+            "in advance; use Dataset"
         )
     lengths = {"max_length": data.max_length, "truncation_strategy": data.truncation}
     template: Any = config.build("template", data.template, model_id=config.model.id, **lengths, **data.template_args)
@@ -101,7 +101,7 @@ def _texts(row: Mapping[str, Any], config: EmbeddingConfig, index: int) -> list[
     keys = [key for key in (data.anchor_key, data.positive_key, data.negative_key) if key is not None]
     if missing := [key for key in keys if row.get(key) is None]:
         raise EncodeError(
-            f"row {index}: there is no column {missing[0]!r} (it has {', '.join(sorted(row))}); name the columns by "
+            f"row {index}: there is no column {missing[0]!r} (it has {', '.join(sorted(row))}); set the columns with "
             "data.anchor_key, data.positive_key and data.negative_key (null: rows have no negatives)"
         )
     cells = [(key, row[key]) for key in keys]
@@ -110,11 +110,13 @@ def _texts(row: Mapping[str, Any], config: EmbeddingConfig, index: int) -> list[
 
 def _encoded(template: Any, text: Any, name: str, index: int) -> list[int]:
     if not isinstance(text, str) or not text.strip():
-        raise EncodeError(f"row {index}: {name!r} is {text!r:.40}; it must be a text with words in it")
+        raise EncodeError(f"row {index}: {name!r} must be a non-empty string, got {text!r:.40}")
     try:
         row = template.encode({"messages": [{"role": "user", "content": text}]})
     except EncodeError as error:
         raise EncodeError(f"row {index}: {name!r}: {error}") from error
     if isinstance(row, list):
-        raise EncodeError(f"row {index}: {name!r} would be split, and a group needs whole texts; let truncation delete")
+        raise EncodeError(
+            f"row {index}: {name!r} would be split, but a group needs whole texts; set truncation to delete"
+        )
     return list(row["input_ids"])

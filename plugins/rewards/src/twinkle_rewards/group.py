@@ -121,7 +121,9 @@ class RewardGroup(Reward):
         found = {name: member.finish(len(rows)) for name, member in self._members.items()}
         failures = [f"reward {name!r}: {why}" for name, one in found.items() for why in _told(one.scores)]
         if failures and self.on_error == "fail":
-            raise DataError(f"{failures[0]} (on_error='zero' or 'drop' goes on without)") from _cause(found.values())
+            raise DataError(f"{failures[0]} (on_error='zero' or 'drop' continues without it)") from _cause(
+                found.values()
+            )
         if failures:
             get_logger().warning("%s (%d failures; on_error=%r)", failures[0], len(failures), self.on_error)
         by_name = {name: [_number(score) for score in one.scores] for name, one in found.items()}

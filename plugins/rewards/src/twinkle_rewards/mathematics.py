@@ -71,7 +71,7 @@ class MathReward(Reward):
 
 
 def equal(said: str, truth: str, seconds: float) -> bool:
-    """Say whether an answer is the truth: the same text or number, or equal as math-verify sees it."""
+    """Return whether an answer is correct: the same text or number, or equal according to math-verify."""
     if texts.same(said, truth):
         return True
     if not said or not truth or max(len(said), len(truth)) > _LONGEST:

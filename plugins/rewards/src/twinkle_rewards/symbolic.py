@@ -10,7 +10,7 @@ def prepare() -> None:
 
 
 def equal(truth: str, said: str) -> bool:
-    """Say whether an answer, in LaTeX or plain, equals the truth.
+    """Return whether an answer, in LaTeX or plain text, equals the ground truth.
 
     Its own limits use signals, which other threads do not have, and do not end what computes in C: they are off.
     """

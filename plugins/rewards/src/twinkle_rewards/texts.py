@@ -14,7 +14,7 @@ _SIGNED = re.compile(r"(?<![\w)}\]])([-+\u2212])\\?[$€£¥₹]\s?(?=[.0-9])")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`; None if there is none, or if it is not closed."""
+    r"""Return the content of the last `\boxed{...}`; None if it is missing or not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -34,7 +34,7 @@ def closing(text: str, start: int) -> int | None:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return the content of the last `<tag>...</tag>`; None if there is none."""
+    """Return the content of the last `<tag>...</tag>`; None if it is missing."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
@@ -79,7 +79,7 @@ def normal(text: str) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Say whether two short answers are the same number, or the same text but for case, spaces and a full stop."""
+    """Return whether two short answers are the same number, or the same text, ignoring case, spaces and a full stop."""
     value = number(other)
     return normal(one) == normal(other) or (value is not None and number(one) == value)
 
@@ -90,7 +90,7 @@ def _plain(text: str) -> str:
 
 
 def _ends_a_term(text: str) -> bool:
-    """Say whether a minus after this text subtracts (or is a dash after a word), and is no sign."""
+    """Return whether a minus after this text is a subtraction (or a dash after a word) and not a sign."""
     last = text.rstrip()[-1:]
     return last.isalnum() or last in tuple(")]}%")
 

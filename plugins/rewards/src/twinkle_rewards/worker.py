@@ -176,7 +176,7 @@ def _unpacked(message: bytes) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in files:
                 raise
-            import_file(files.pop(error.name), asked="a reward in a process of its own")
+            import_file(files.pop(error.name), context="a reward in a process of its own")
 
 
 def _answer(message: bytes) -> bytes:

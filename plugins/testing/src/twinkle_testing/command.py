@@ -93,9 +93,9 @@ def _example(reference: str) -> dict[str, object]:
 
     place, _, name = reference.rpartition(":")
     if (frozen := registry().frozen) and not place.endswith(".py"):
-        frozen.check_module(place, registry().records, asked=f"the example {reference!r}")
+        frozen.check_module(place, registry().records, context=f"the example {reference!r}")
     if place.endswith(".py"):
-        module = file_module(place, asked=f"the example {reference!r}")
+        module = file_module(place, context=f"the example {reference!r}")
         reference = f"{module.__name__}:{name}"
     return read_example(ComponentSpec("example", name, reference))
 

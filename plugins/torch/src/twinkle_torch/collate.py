@@ -211,7 +211,7 @@ def mask_and_positions(
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Return a tensor `[B, ...]` where every row has a number or an array of the same shape; else the list as it is."""
+    """Return a tensor `[B, ...]` if every row has a number or an array of the same shape; else the list unchanged."""
     import torch
 
     if all(isinstance(value, Number) and not isinstance(value, complex) for value in values):
@@ -239,7 +239,7 @@ def join_labels(values: Sequence[Any]) -> Any:
 
 
 def per_token(values: Sequence[Any], lengths: Sequence[int]) -> bool:
-    """Say whether each row has just one number for each of its tokens."""
+    """Return whether each row has exactly one number per token."""
     return all(size_of(value) == length for value, length in zip(values, lengths, strict=True)) and all(
         hasattr(value, "ndim") or all(isinstance(item, Number) for item in value) for value in values
     )
@@ -371,7 +371,7 @@ def pack(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a padded batch as one row without padding.
 
     Args:
-        batch: `input_ids`, `attention_mask`, `position_ids` and whatever else is `[B, T, ...]`; other values have one
+        batch: `input_ids`, `attention_mask`, `position_ids` and any other `[B, T, ...]`; other values have one
             entry a row.
 
     Returns:

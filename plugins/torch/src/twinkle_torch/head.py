@@ -357,11 +357,11 @@ class TokenScores:
     Attributes:
         logps: log-probability of the target, or `[N, K]` of K targets; float32 (float64 for float64 hidden states),
             with gradient.
-        entropies: entropy of the distribution, with gradient, if asked for.
-        uniform_logps: mean over the vocabulary of the log-probabilities, with gradient, if asked for. A target smoothed
+        entropies: entropy of the distribution, with gradient, if requested.
+        uniform_logps: mean over the vocabulary of the log-probabilities, with gradient, if requested. A target smoothed
             by e, `(1 - e) onehot(y) + e / V`, has the log-likelihood `(1 - e) logps + e uniform_logps`.
-        predictions: most probable token, int64, if asked for.
-        top_logps: log-probabilities `[N, k]` of the k most probable tokens, descending, if asked for.
+        predictions: most probable token, int64, if requested.
+        top_logps: log-probabilities `[N, k]` of the k most probable tokens, descending, if requested.
         top_tokens: these tokens, int64 `[N, k]`.
     """
 
@@ -470,7 +470,9 @@ def top_of(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ArgumentError: there are not so many.
     """
     if count > log_p.shape[-1]:
-        raise ArgumentError(f"the {count} most probable of {log_p.shape[-1]} tokens were asked for; ask for fewer")
+        raise ArgumentError(
+            f"the {count} most probable tokens were requested, but the vocabulary has {log_p.shape[-1]}; request fewer"
+        )
     values, columns = log_p.topk(count, dim=-1)
     return values, columns
 

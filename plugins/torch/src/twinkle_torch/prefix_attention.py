@@ -52,7 +52,7 @@ class Part:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Say whether torch has the kernel for these tensors; itself it looks neither at devices nor at dtypes."""
+    """Return whether torch has the kernel for these tensors; torch itself checks neither devices nor dtypes."""
     dtypes = {x.dtype for x in tensors}
     return len(dtypes) == 1 and dtypes <= _DTYPES and all(x.device.type == "cpu" for x in tensors) and has_kernel()
 

@@ -23,7 +23,7 @@ class MLflowTracker(ServiceTracker):
 
     It records to `tracking_uri`, else to `MLFLOW_TRACKING_URI`, else below `run.folder`: to the database `mlflow.db`,
     or, where mlflow-skinny is installed alone, to the folder `mlruns`. Answers are waited for in a thread. A run that
-    continues in its folder goes on under the same id, kept in `mlflow.id`; steps that are there already stay as they
+    continues in its folder continues under the same id, kept in `mlflow.id`; steps that are there already stay as they
     are. An error of mlflow is logged once and leaves the run alone. MLflow's telemetry is off unless
     `MLFLOW_DISABLE_TELEMETRY` is set to something else.
 
@@ -117,7 +117,7 @@ class _Session:
             self._client.log_batch(self._id, params=values[start : start + _PARAMETERS_A_CALL])
 
     def _last_step(self) -> int:
-        """Return the last recorded step; -1 if there is none."""
+        """Return the last recorded step; -1 if there are none."""
         names = self._client.get_run(self._id).data.metrics
         steps = [metric.step for name in names for metric in self._client.get_metric_history(self._id, name)]
         return max(steps, default=-1)

@@ -57,7 +57,7 @@ class ServiceTracker(Tracker, ABC):
 
     @hookimpl
     def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Remember why the run ends."""
+        """Record why the run ends."""
         self._error = error
 
     @hookimpl

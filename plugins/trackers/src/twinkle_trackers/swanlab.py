@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class SwanLabTracker(ServiceTracker):
     """Records configuration, numbers and end of a run with `swanlab`, whose files stay below `run.folder/swanlog`.
 
-    A run that continues in its folder goes on under the same id, kept in `swanlab.id`, where the mode is `online`; in
+    A run that continues in its folder continues under the same id, kept in `swanlab.id`, where the mode is `online`; in
     the others each process writes a folder of its own. NaN and infinite numbers are left out. An error of swanlab is
     logged once and leaves the run alone. Who you are is swanlab's business: `swanlab login`, `SWANLAB_API_KEY`.
 

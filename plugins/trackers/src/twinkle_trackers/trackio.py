@@ -19,7 +19,7 @@ PLACE = "TRACKIO_DIR"
 class TrackioTracker(ServiceTracker):
     """Records configuration and numbers of a run with `trackio`, in its database below `run.folder/trackio`.
 
-    `TRACKIO_DIR=<that folder> trackio show` shows it. A run that continues in its folder goes on under the same name;
+    `TRACKIO_DIR=<that folder> trackio show` shows it. A run that continues in its folder continues under the same name;
     steps that are there already stay as they are. Where `TRACKIO_DIR` is set, the database is there instead. An error
     of trackio is logged once and leaves the run alone. Trackio has no word for a run that failed.
 

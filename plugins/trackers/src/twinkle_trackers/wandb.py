@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 class WandbTracker(ServiceTracker):
     """Records configuration, numbers and end of a run with `wandb`, whose files stay below `run.folder/wandb`.
 
-    A run that continues in its folder goes on under the same id, kept in `wandb.id`; steps that the service has already
-    stay as they are. An error of wandb is logged once and leaves the run alone. Who you are, and whether the service is
-    asked at all, is wandb's business: `wandb login`, `WANDB_API_KEY`, `WANDB_MODE`.
+    A run that continues in its folder continues under the same id, kept in `wandb.id`; steps that the service has
+    already stay as they are. An error of wandb is logged once and leaves the run alone. Who you are, and whether the
+    service is asked at all, is wandb's business: `wandb login`, `WANDB_API_KEY`, `WANDB_MODE`.
 
     Args:
         project: the project there.

@@ -301,7 +301,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Say whether something else than torch's own code runs in `optimizer.step()`."""
+    """Return whether something else than torch's own code runs in `optimizer.step()`."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:

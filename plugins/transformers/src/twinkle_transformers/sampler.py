@@ -27,7 +27,7 @@ from twinkle_transformers.sampling.requests import (
     StopRule,
     as_list,
     end_tokens,
-    rooms,
+    max_new_tokens_of,
     token_ids,
 )
 from twinkle_transformers.sampling.runner import Runner
@@ -263,13 +263,15 @@ class TorchSampler(ReceivesWeights, Sampler):
         base = self._source.base
         vocabulary = int(base.get_input_embeddings().weight.shape[0])
         ids = [token_ids(feature, row, vocabulary) for row, feature in enumerate(features)]
-        room = rooms(ids, params.max_tokens, context_of(base.config))
+        max_new_tokens = max_new_tokens_of(ids, params.max_tokens, context_of(base.config))
         if params.max_tokens is None and self._service.engine is not None:
             longest = self._service.engine.longest
-            room = [max(1, min(n, longest - len(tokens) + 1)) for n, tokens in zip(room, ids, strict=True)]
+            max_new_tokens = [
+                max(1, min(n, longest - len(tokens) + 1)) for n, tokens in zip(max_new_tokens, ids, strict=True)
+            ]
         prompts = [
             Prompt(row, tokens, n, PromptScores.of(tokens, params, row, vocabulary, alone=n == 0))
-            for row, (tokens, n) in enumerate(zip(ids, room, strict=True))
+            for row, (tokens, n) in enumerate(zip(ids, max_new_tokens, strict=True))
         ]
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._service.gate:  # the weights must not change between picking adapters and submitting

@@ -1,6 +1,6 @@
-"""Brings code from a Hub into the store: from a reference to a commit, and from a commit to a stored tree.
+"""Downloads code from a Hub into the store: resolves a reference to a commit, and stores the tree of a commit.
 
-The hub only knows repositories and bytes. A tree appears in the store whole, by one rename, or not at all.
+A tree is stored atomically, by one rename.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CodeHub(Protocol):
     """The methods of a component of kind `hub` that loading code needs."""
 
     def commit_of(self, repo: str, revision: str | None) -> tuple[str, str]:
-        """Return the repository after redirects, and the commit that `revision` (or the default branch) means now."""
+        """Return the repository after redirects, and the current commit of `revision` (or of the default branch)."""
         ...
 
     def download_code(self, repo: str, commit: str, target: Path) -> None:
@@ -36,69 +36,69 @@ class CodeHub(Protocol):
         ...
 
 
-def resolve(hub: CodeHub, reference: HubReference, *, asked: str) -> Origin:
-    """Ask the hub which commit a reference means, and where its repository is now.
+def resolve(hub: CodeHub, reference: HubReference, *, context: str) -> Origin:
+    """Resolve a reference to a commit, and follow redirects of its repository.
 
     Raises:
-        NotTrusted: A commit was requested, and the hub answers with another.
-        TwinkleError: What the hub raises, for instance without a network.
+        NotTrusted: The reference has a commit, and the hub answers with another one.
+        TwinkleError: Raised by the hub, for example without a network.
     """
-    with _reported(reference.scheme, asked):
+    with _reported(reference.scheme, context):
         repo, commit = hub.commit_of(reference.repo, reference.revision or None)
-    origin = Origin.checked(reference.scheme, repo, commit, asked=asked)
+    origin = Origin.checked(reference.scheme, repo, commit, context=context)
     if reference.is_commit and commit != reference.revision:
-        raise NotTrusted(f"{asked}: commit {reference.revision} was asked for, and the hub answered with {commit}")
+        raise NotTrusted(f"{context}: the hub answered with commit {commit}, expected {reference.revision}")
     return origin
 
 
 @contextlib.contextmanager
-def downloaded(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Iterator[Tree]:
-    """Download one commit into the staging folder and yield its tree; what is not stored is deleted at the end.
+def downloaded(hub: CodeHub, origin: Origin, store: Store, *, context: str) -> Iterator[Tree]:
+    """Download one commit into the staging folder and yield its tree; it is deleted at the end unless it was stored.
 
     Raises:
         NotTrusted: It contains files that no plugin may have; see `hash_folder`.
-        TwinkleError: What the hub raises, for instance when the repository vanishes meanwhile.
+        TwinkleError: Raised by the hub, for example if the repository disappears meanwhile.
     """
     with staging_folder(store) as work:
         folder = work / "arrived"
         folder.mkdir()
-        with _reported(origin.scheme, asked):
+        with _reported(origin.scheme, context):
             hub.download_code(origin.repo, origin.commit, folder)
-            files = hash_folder(folder, asked=asked)
+            files = hash_folder(folder, context=context)
         if not any(path.endswith(".py") for path in files):
-            raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is not a plugin")
+            raise NotTrusted(f"{context}: {origin} contains no Python file, so it is not a plugin")
         yield Tree(folder, files)
 
 
-def fetch(hub: CodeHub, origin: Origin, store: Store, *, asked: str, expected: LockedRepository | None) -> Tree:
-    """Bring one commit into the store and return its tree.
+def fetch(hub: CodeHub, origin: Origin, store: Store, *, context: str, expected: LockedRepository | None) -> Tree:
+    """Download one commit into the store and return its tree.
 
     Raises:
-        NotTrusted: It is locked, and the hub has other files for this commit; nothing is stored.
+        NotTrusted: The commit is locked, and its files on the hub differ from the lock; nothing is stored.
     """
-    with downloaded(hub, origin, store, asked=asked) as tree:
+    with downloaded(hub, origin, store, context=context) as tree:
         if expected is not None and tree.digest != expected.digest:
             changed = first_few(differences(expected.files, tree.files))
             raise NotTrusted(
-                f"{asked}: the hub has other files for {origin} than those that were added ({changed}); nothing "
-                f"was stored. If you expected this, review it: twinkle plugins add {expected.reference}"
+                f"{context}: the files of {origin} on the hub differ from those that were added ({changed}); nothing "
+                f"was stored. If you expected this, review the change: twinkle plugins add {expected.reference}"
             )
         return store_tree(store, tree, origin)
 
 
 @contextlib.contextmanager
-def _reported(scheme: str, asked: str) -> Iterator[None]:
+def _reported(scheme: str, context: str) -> Iterator[None]:
     try:
         yield
     except TwinkleError:
         raise
     except Exception as error:  # a hub is a plugin, and may raise anything
-        raise PluginBroken(f"{asked}: the hub {scheme}:// failed: {type(error).__name__}: {error}") from error
+        raise PluginBroken(f"{context}: the hub {scheme}:// failed: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def staging_folder(store: Store) -> Iterator[Path]:
-    """Yield an empty folder for a download; what is not moved to the store is deleted when the block ends.
+    """Yield an empty folder for a download; files that were not moved to the store are deleted at the end of the block.
 
     Raises:
         SettingsError: The store cannot be written.
@@ -115,19 +115,19 @@ def staging_folder(store: Store) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def store_tree(store: Store, arrived: Tree, origin: Origin) -> Tree:
+def store_tree(store: Store, downloaded_tree: Tree, origin: Origin) -> Tree:
     """Move a tree out of the staging folder into the store, and record which commit it is; return the stored tree.
 
     Raises:
         SettingsError: The store cannot be written; it was not changed.
     """
     with _writable(store):
-        if not store.has_intact(arrived.digest):
-            _place(store, arrived)
+        if not store.has_intact(downloaded_tree.digest):
+            _move_into_store(store, downloaded_tree)
         note = store.commit_file(origin)
         note.parent.mkdir(exist_ok=True)
-        _write(note, f"{arrived.digest} {origin}")
-    return Tree(store.tree_folder(arrived.digest) / "files", arrived.files)
+        _write(note, f"{downloaded_tree.digest} {origin}")
+    return Tree(store.tree_folder(downloaded_tree.digest) / "files", downloaded_tree.files)
 
 
 @contextlib.contextmanager
@@ -136,18 +136,18 @@ def _writable(store: Store) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingsError(
-            f"the store of code, {store.root}, cannot be written: {error.strerror or error}; free some space, or set "
+            f"cannot write to the code store {store.root}: {error.strerror or error}; free some space, or set "
             f"{CACHE_VARIABLE} to another cache folder"
         ) from error
 
 
-def _place(store: Store, arrived: Tree) -> None:
-    target, work = store.tree_folder(arrived.digest), arrived.folder.parent / "tree"
+def _move_into_store(store: Store, downloaded_tree: Tree) -> None:
+    target, work = store.tree_folder(downloaded_tree.digest), downloaded_tree.folder.parent / "tree"
     work.mkdir()
-    for path in arrived.files:
+    for path in downloaded_tree.files:
         (work / "files" / path).parent.mkdir(parents=True, exist_ok=True)
-        (arrived.folder / path).rename(work / "files" / path)
-    (work / LISTING).write_text(listing_text(arrived.files), "utf-8", newline="\n")
+        (downloaded_tree.folder / path).rename(work / "files" / path)
+    (work / LISTING).write_text(listing_text(downloaded_tree.files), "utf-8", newline="\n")
     for file in work.rglob("*"):
         if file.is_file():
             _sync(file)
@@ -157,19 +157,19 @@ def _place(store: Store, arrived: Tree) -> None:
             work.rename(target)
             return
         # Another process stored the same tree, which is then intact, or the stored tree is damaged.
-        if store.has_intact(arrived.digest):
+        if store.has_intact(downloaded_tree.digest):
             return
         with contextlib.suppress(OSError):
-            target.rename(arrived.folder.parent / f"damaged-{time.monotonic_ns()}")
+            target.rename(downloaded_tree.folder.parent / f"damaged-{time.monotonic_ns()}")
     work.rename(target)
 
 
 def _clear(place: Path) -> None:
-    """Remove what killed processes left more than a day ago."""
-    for left in place.iterdir():
+    """Remove files older than a day, which killed processes left."""
+    for folder in place.iterdir():
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > _DAY:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:

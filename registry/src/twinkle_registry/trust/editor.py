@@ -1,6 +1,6 @@
-"""What `twinkle plugins add`, `lock`, `remove` and `verify` do: change the lock, or compare it with what is installed.
+"""Implements `twinkle plugins add`, `lock`, `remove` and `verify`: changes the lock, or checks the installation.
 
-Nothing enters the store or the lock before it was accepted; a `Decide` function is called with each proposal.
+A `Decide` function is called with each proposal; only accepted proposals change the store and the lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LockEditor:
         """Create an editor for one registry.
 
         Args:
-            registry: Has the installed plugins, and validates those of a Hub.
+            registry: Provides the installed plugins, and validates those of a Hub.
             open_hub: Returns the hub of a scheme.
             decide: Is called with each proposal that would change the lock; returns whether it is accepted.
 
@@ -52,20 +52,20 @@ class LockEditor:
         Lock.load().require_trust(f"change {LOCK_NAME}")
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
-    def add(self, asked: str) -> Proposal | None:
+    def add(self, target: str) -> Proposal | None:
         """Trust a target: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
 
         Returns:
-            The accepted proposal, or None if it was declined; then nothing has changed.
+            The accepted proposal, or None if it was declined.
         """
-        if "://" in asked:
-            return self._add_repository(replace(HubReference.parse(asked, asked=f"add {asked}"), name=""))
-        path = asked.rpartition(":")[0] if ".py:" in asked else asked
+        if "://" in target:
+            return self._add_repository(replace(HubReference.parse(target, context=f"add {target}"), name=""))
+        path = target.rpartition(":")[0] if ".py:" in target else target
         if path.endswith(".py"):
             return self._add_file(path)
-        if asked.startswith((".", "/", "~")):
-            return self.add(_folder(asked))
-        return self._add_distribution(asked)
+        if target.startswith((".", "/", "~")):
+            return self.add(_folder(target))
+        return self._add_distribution(target)
 
     def renew(self) -> list[Proposal]:
         """Update the whole lock: installed plugins, branches that moved, local files that were edited.
@@ -87,35 +87,35 @@ class LockEditor:
         proposals += [self._renewed("file", str(lock.path.parent / file.path), self._add_file) for file in lock.file]
         return [proposal for proposal in proposals if proposal is not None]
 
-    def _renewed(self, sort: Sort, asked: str, renew: Callable[[str], Proposal | None]) -> Proposal | None:
+    def _renewed(self, sort: Sort, target: str, renew: Callable[[str], Proposal | None]) -> Proposal | None:
         try:
-            return renew(asked)
+            return renew(target)
         except (TwinkleError, OSError) as error:  # one failure must not stop the others
-            return Proposal(sort, asked, problem=str(error))
+            return Proposal(sort, target, problem=str(error))
 
-    def _renew_repository(self, asked: str) -> Proposal | None:
-        reference, lock = HubReference.parse(asked, asked=f"lock {asked}"), Lock.load()
+    def _renew_repository(self, target: str) -> Proposal | None:
+        reference, lock = HubReference.parse(target, context=f"lock {target}"), Lock.load()
         entry = lock.find(reference)
         if entry is not None and reference.is_commit and Store().has_intact(entry.digest):
-            return Proposal("hub", asked, entry.commit, entry.repository, entry.commit, state="same")
+            return Proposal("hub", target, entry.commit, entry.repository, entry.commit, state="same")
         return self._add_repository(reference)
 
     def _add_repository(self, reference: HubReference) -> Proposal | None:
-        asked, policy = f"add {reference}", Policy.load(fetch=True)
-        _refuse(policy.denies(reference.place), reference.place, asked)
+        context, policy = f"add {reference}", Policy.load(fetch=True)
+        _refuse(policy.denies(reference.place), reference.place, context)
         hub = self._open_hub(reference.scheme)
-        origin = resolve(hub, reference, asked=asked)
-        _refuse(policy.forbids(origin), origin.place, asked)
-        _refuse_another_publisher(reference, origin, asked)
+        origin = resolve(hub, reference, context=context)
+        _refuse(policy.forbids(origin), origin.place, context)
+        _refuse_another_publisher(reference, origin, context)
         lock, store = Lock.load(), Store()
-        with downloaded(hub, origin, store, asked=asked) as tree:
-            record = valid_record(tree, origin, self._registry, asked=asked)
-            require_trust(policy, [(reference, origin)], tree, locked=True, asked=asked)
+        with downloaded(hub, origin, store, context=context) as tree:
+            record = valid_record(tree, origin, self._registry, context=context)
+            require_trust(policy, [(reference, origin)], tree, locked=True, context=context)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
-            tree.verify()  # the decision may have taken a while
+            tree.verify()  # the lock may have changed while the user decided
             store_tree(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
@@ -145,11 +145,11 @@ class LockEditor:
         return [record for record in self._registry.records if "://" not in record.dist]
 
 
-def remove(asked: str) -> list[str]:
-    """Remove the entries that a text names from the lock and return their names.
+def remove(target: str) -> list[str]:
+    """Remove the entries of a target from the lock and return their names.
 
     Args:
-        asked: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./file.py` or a distribution.
+        target: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./file.py` or a distribution.
 
     Raises:
         ComponentNotFound: The lock has no such entry.
@@ -160,9 +160,9 @@ def remove(asked: str) -> list[str]:
     removed: list[str] = []
 
     def change(lock: Lock) -> Lock:
-        gone = [key for key in _keys(lock) if _is_meant(asked, key, lock)]
+        gone = [key for key in _keys(lock) if _matches(target, key, lock)]
         if not gone:
-            raise ComponentNotFound(f"{lock.path} does not list {asked!r}; {nearest_or_all(asked, _keys(lock))}")
+            raise ComponentNotFound(f"{lock.path} does not list {target!r}; {nearest_or_all(target, _keys(lock))}")
         removed.extend(gone)
         return replace(
             lock,
@@ -176,38 +176,38 @@ def remove(asked: str) -> list[str]:
 
 
 def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
-    """Return a sentence for each reference that may still run after its removal, because of where it leads.
+    """Return a sentence for each removed reference that may still run, because the code it resolves to is trusted.
 
     Args:
-        removed: What `remove` returned.
-        open_hub: Returns the hub of a scheme; asked only if something else of it is trusted.
+        removed: The result of `remove`.
+        open_hub: Returns the hub of a scheme; called only if other code of that hub is trusted.
     """
     lock, policy = Lock.load(), Policy.load()
     sentences = []
     for text in removed:
         if "://" not in text:
             continue
-        reference = HubReference.parse(text, asked=f"remove {text}")
+        reference = HubReference.parse(text, context=f"remove {text}")
         trusted = any(entry.origin.scheme == reference.scheme for entry in lock.hub)
         if not (trusted or policy.allow or policy.trusts_all):
             continue
         try:
             entry = lock.find(reference)
-            origin = entry.origin if entry else resolve(open_hub(reference.scheme), reference, asked=f"remove {text}")
-        except TwinkleError:  # the hub does not answer; the entry is removed in any case
+            origin = entry.origin if entry else resolve(open_hub(reference.scheme), reference, context=f"remove {text}")
+        except TwinkleError:  # the hub does not answer; the entry has been removed anyway
             continue
         entry = entry or lock.of_origin(origin)
         if not why_not_trusted(policy, reference, origin, locked=entry is not None):
             way = f"remove that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
-            sentences.append(f"{text} still leads to {origin}, which is trusted; {way}")
+            sentences.append(f"{text} still resolves to {origin}, which is trusted; {way}")
     return sentences
 
 
-def _folder(asked: str) -> str:
-    """Return the reference that means a local folder."""
-    folder = Path(asked).expanduser().resolve()
+def _folder(target: str) -> str:
+    """Return the reference of a local folder."""
+    folder = Path(target).expanduser().resolve()
     if not folder.is_dir():
-        raise ComponentNotFound(f"add {asked}: there is no folder {folder}; a Python file ends in .py")
+        raise ComponentNotFound(f"add {target}: there is no folder {folder}; a Python file ends in .py")
     return f"file://{folder.as_posix()}"
 
 
@@ -215,34 +215,34 @@ def _keys(lock: Lock) -> list[str]:
     return [*(e.reference for e in lock.hub), *(e.name for e in lock.pypi), *(e.path for e in lock.file)]
 
 
-def _is_meant(asked: str, key: str, lock: Lock) -> bool:
-    if "://" in asked:
-        reference = str(replace(HubReference.parse(asked, asked=f"remove {asked}"), name=""))
+def _matches(target: str, key: str, lock: Lock) -> bool:
+    if "://" in target:
+        reference = str(replace(HubReference.parse(target, context=f"remove {target}"), name=""))
         return key == reference or key.startswith(f"{reference}@")
     if key.endswith(".py"):
-        return key in (asked, lock.relative(Path(asked)))
-    return "://" not in key and canonical(key) == canonical(asked)
+        return key in (target, lock.relative(Path(target)))
+    return "://" not in key and canonical(key) == canonical(target)
 
 
-def _refuse(reason: str, place: str, asked: str) -> None:
+def _refuse(reason: str, place: str, context: str) -> None:
     if reason:
-        raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask the owner of that file")
+        raise NotTrusted(f"{context}: code from {place} is forbidden: {reason}; ask the owner of that file")
 
 
-def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: str) -> None:
-    """Refuse a redirect to another owner: the publisher that was asked for is not the one that would be trusted."""
+def _refuse_another_publisher(reference: HubReference, origin: Origin, context: str) -> None:
+    """Refuse a redirect to another owner: trust in a publisher does not extend to another one."""
     if reference.scheme != "file" and reference.repo.partition("/")[0] != origin.repo.partition("/")[0]:
         raise NotTrusted(
-            f"{asked}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust that "
-            f"one too, run: twinkle plugins add {origin.place}"
+            f"{context}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust it "
+            f"too, run: twinkle plugins add {origin.place}"
         )
 
 
 def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
     """Download a locked tree into the store again; see `fetch` for the checks."""
-    asked = f"fetch {entry.reference}"
-    _refuse(Policy.load().forbids(entry.origin), entry.repository, asked)
-    return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)
+    context = f"fetch {entry.reference}"
+    _refuse(Policy.load().forbids(entry.origin), entry.repository, context)
+    return fetch(hub, entry.origin, Store(), context=context, expected=entry)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def verify(
         records: All installed plugins.
         open_hub: Returns the hub of a scheme; called with `fetch` or `online` only.
         fetch: Download trees that are missing or damaged in the store; they are compared with the lock.
-        online: Ask each hub whether references still lead to the commits that are locked.
+        online: Check with each hub whether references still resolve to the locked commits.
 
     Raises:
         ComponentNotFound: There is no lock.
@@ -289,7 +289,7 @@ def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool
     try:
         if fetch and not Store().has_intact(entry.digest):
             refetch(entry, open_hub(entry.origin.scheme))
-        Load().checked_tree(entry.digest, asked=entry.reference)
+        Load().checked_tree(entry.digest, context=entry.reference)
         problem = _moved(entry, open_hub) if online else ""
     except (TwinkleError, ModuleNotFoundError) as error:
         problem = str(error)
@@ -297,12 +297,13 @@ def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool
 
 
 def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:
-    reference = HubReference.parse(entry.reference, asked=entry.reference)
-    now = resolve(open_hub(reference.scheme), reference, asked=entry.reference)
+    reference = HubReference.parse(entry.reference, context=entry.reference)
+    now = resolve(open_hub(reference.scheme), reference, context=entry.reference)
     if now.place != entry.repository:
-        return f"it leads to {now.place} now, {entry.repository} is locked; review it: twinkle plugins add {reference}"
+        way = f"review it: twinkle plugins add {reference}"
+        return f"it resolves to {now.place} now, but {entry.repository} is locked; {way}"
     if now.commit != entry.commit:
-        return f"it is at {now.commit} now, {entry.commit} is locked; review it: twinkle plugins add {reference}"
+        return f"it is at {now.commit} now, but {entry.commit} is locked; review it: twinkle plugins add {reference}"
     return ""
 
 
@@ -315,11 +316,10 @@ def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) 
             "pypi", entry.name, version, f"not installed; run: pip install '{entry.name}=={entry.version}'"
         )
     if now.version != entry.version:
-        problem = (
-            f"{now.version} is installed; run: pip install '{entry.name}=={entry.version}', or twinkle plugins lock"
-        )
+        ways = f"pip install '{entry.name}=={entry.version}', or twinkle plugins lock"
+        problem = f"version {now.version} is installed; run: {ways}"
     elif changes := differences(entry.files, now.files):
-        problem = f"not as it was locked: {first_few(changes)}; reinstall it, or run: twinkle plugins lock"
+        problem = f"files differ from the lock: {first_few(changes)}; reinstall it, or run: twinkle plugins lock"
     return EntryCheck("pypi", entry.name, version, problem)
 
 
@@ -332,7 +332,9 @@ def _unlocked(lock: Lock, records: list[PluginRecord]) -> Iterator[EntryCheck]:
     installed = {canonical(r.dist): r for r in records if "://" not in r.dist}
     for record in installed.values() if locked or is_frozen() else ():
         if canonical(record.dist) not in locked:
-            yield EntryCheck("pypi", record.dist, record.version, "installed and not locked; run: twinkle plugins lock")
+            yield EntryCheck(
+                "pypi", record.dist, record.version, "installed, but not locked; run: twinkle plugins lock"
+            )
 
 
 def _check_file(entry: LockedFile, lock: Lock) -> EntryCheck:

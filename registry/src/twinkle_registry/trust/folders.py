@@ -1,6 +1,6 @@
 """The folders that the user trusts: only in them may a `twinkle.toml` or `twinkle.lock` let code run.
 
-A checkout of another person's project contains such files. They take effect once the user trusted them, and must be
+A checkout of another person's project contains such files. They take effect once the user trusts them, and must be
 trusted again after every edit that Twinkle did not make: a record has the path and the SHA-256 of the content. Records
 are kept in the state folder of the user, one small file for each path, so that two processes never lose a record.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import SettingsError
 
-# A run in a folder with such a file comes through here at its start, and os.path takes a tenth of pathlib's time.
+# This runs at the start in a folder with such a file, and os.path is ten times faster than pathlib.
 # ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH117, PTH118, PTH120, PTH123, PTH208
 
 
@@ -47,7 +47,7 @@ def state_folder() -> str:
         if not os.path.isabs(named):
             raise SettingsError(f"{STATE_VARIABLE} must be the absolute path of a folder, got {named!r}")
         return os.path.normpath(named)
-    usual = os.environ.get(HOME_VARIABLE, "")  # a relative one does not count, as its specification says
+    usual = os.environ.get(HOME_VARIABLE, "")  # its specification says that a relative path must be ignored
     return os.path.join(usual if os.path.isabs(usual) else os.path.expanduser("~/.local/state"), "twinkle")
 
 
@@ -95,7 +95,7 @@ def trust(path: str, contents: Iterable[bytes] = ()) -> None:
 
 
 def record_own_write(path: str, before: bytes, now: bytes) -> None:
-    """Keep a file trusted that Twinkle changes: called with both contents before the write, with the new one after."""
+    """Keep a file trusted that Twinkle changes: call it with both contents before the write, and the new one after."""
     if not _is_named(os.path.dirname(_resolved(path))):
         trust(path, dict.fromkeys((before, now)))
 
@@ -156,7 +156,7 @@ def _record_file(path: str) -> str:
 def _read(file: str) -> TrustedPath | None:
     try:
         with open(file, "rb") as stream:
-            # In a shared state folder another user could say what this one trusts.
+            # In a shared state folder, another user could write records of what this user trusts.
             if hasattr(os, "getuid") and os.fstat(stream.fileno()).st_uid != os.getuid():
                 return None
             fields = json.load(stream)

@@ -1,4 +1,4 @@
-"""Installed distributions by hash, and the frozen run, which refuses everything that is not as it was locked."""
+"""Hashes of installed distributions, and the frozen run, which refuses all code that differs from the lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def installed_distribution(name: str, records: Iterable[PluginRecord]) -> Locked
     """Return the distribution `name` as it is installed now.
 
     Args:
-        name: Of the distribution, or of one of its plugins.
+        name: Name of the distribution, or of one of its plugins.
         records: All installed plugins.
 
     Raises:
@@ -76,14 +76,14 @@ def check_record_file(name: str) -> None:
             edited.append(file.as_posix())
     if edited:
         raise NotTrusted(
-            f"{name} is not as it was installed ({first_few(edited)}); "
+            f"{name} was changed after its installation ({first_few(edited)}); "
             f"run: pip install --force-reinstall --no-deps {name}"
         )
 
 
 def _counts(path: str) -> bool:
     parts = path.split("/")
-    outside = path.startswith(("..", "/"))  # scripts and man pages: they name the environment
+    outside = path.startswith(("..", "/"))  # scripts and man pages contain the path of the environment
     of_installer = parts[0].endswith(".dist-info") and parts[-1] in _OF_INSTALLERS
     return not (outside or of_installer or IGNORED_FOLDERS & {*parts} or path.endswith(IGNORED_ENDINGS))
 
@@ -103,7 +103,7 @@ def _is_editable(dist: Distribution) -> bool:
 
 
 class Frozen:
-    """Refuses what is not locked, for one registry. Code from a Hub passes: its finder checks the lock itself."""
+    """Refuses code that is not locked, for one registry. Code from a Hub is checked by its finder instead."""
 
     def __init__(self) -> None:
         """Read the lock of this run."""
@@ -111,7 +111,7 @@ class Frozen:
         self._checked: set[str] = set()
 
     def why_not(self, record: PluginRecord) -> str:
-        """Return why a plugin may not be used, from its name and version alone, or an empty string."""
+        """Return why a plugin may not be used, judging by its name and version alone, or an empty string."""
         if record.package.startswith(_CODE):
             return ""
         locked = self.lock.of_distribution(record.dist)
@@ -120,8 +120,8 @@ class Frozen:
             return f"this run is frozen, and {self.lock.lacks(record.dist)}; {way}"
         if locked.version != record.version:
             return (
-                f"this run is frozen, and {self.lock.path} has {locked.name} {locked.version}, installed is "
-                f"{record.version}; run: pip install '{locked.name}=={locked.version}'"
+                f"this run is frozen, and {self.lock.path} has {locked.name} {locked.version}, but version "
+                f"{record.version} is installed; run: pip install '{locked.name}=={locked.version}'"
             )
         return ""
 
@@ -140,7 +140,7 @@ class Frozen:
             self._compare(locked, records)
         self._checked.add(record.dist)
 
-    def source(self, path: str, *, asked: str) -> bytes:
+    def source(self, path: str, *, context: str) -> bytes:
         """Return the content of a local file, which must match the lock.
 
         Raises:
@@ -149,16 +149,16 @@ class Frozen:
         file = Path(path).expanduser().absolute()
         locked = self.lock.of_file(file)
         if locked is None:
-            self.lock.refuse_unlocked(asked)
-        source = source_of(file, asked)
+            self.lock.refuse_unlocked(context)
+        source = source_of(file, context)
         if locked is not None and sha256(source) != locked.sha256:
             raise NotTrusted(
-                f"{asked}: this run is frozen, and {file} was changed since it was locked; where it is not frozen, "
+                f"{context}: this run is frozen, and {file} was changed since it was locked; unfreeze the run, then "
                 f"run: twinkle plugins add {path}"
             )
         return source
 
-    def check_module(self, module: str, records: list[PluginRecord], *, asked: str) -> None:
+    def check_module(self, module: str, records: list[PluginRecord], *, context: str) -> None:
         """Check the distribution that a module belongs to, for `package.module:Attr`.
 
         Raises:
@@ -178,9 +178,9 @@ class Frozen:
                 self.check(record, records)
                 return
         if not self.lock.is_obeyed:
-            self.lock.refuse_unlocked(asked)
+            self.lock.refuse_unlocked(context)
         raise NotTrusted(
-            f"{asked}: this run is frozen, and {top!r} belongs to no plugin that {self.lock.path} lists; name a "
+            f"{context}: this run is frozen, and {top!r} belongs to no plugin that {self.lock.path} lists; name a "
             "component of a locked plugin"
         )
 
@@ -188,10 +188,10 @@ class Frozen:
         try:
             installed = installed_distribution(locked.name, records)
         except ComponentNotFound as error:
-            raise NotTrusted(f"{locked.name} is locked and not installed") from error
+            raise NotTrusted(f"{locked.name} is locked, but not installed") from error
         if changes := differences(locked.files, installed.files):
             raise NotTrusted(
-                f"{locked.name} {locked.version}: this run is frozen, and it is not as it was locked "
+                f"{locked.name} {locked.version}: this run is frozen, and its files differ from the lock "
                 f"({first_few(changes)}); run: "
                 f"pip install --force-reinstall --no-deps '{locked.name}=={locked.version}'"
             )

@@ -43,34 +43,34 @@ _LOADED = re.compile(rf"\w+_(?P<digest>[0-9a-f]{{{DIGEST_IN_NAMES}}})")
 
 
 def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenHub) -> Any:
-    """Return what a reference names, not yet checked against the contract of `kind`.
+    """Return the component of a reference, not yet checked against the contract of `kind`.
 
     Args:
-        text: `scheme://repo`, with `@revision` and `#Name` or without.
-        kind: What is wanted; a repository with one such component needs no name.
-        registry: Validates the plugin as it does installed ones.
-        open_hub: Returns the hub; called only if lock and store do not suffice.
+        text: `scheme://repo`, optionally followed by `@revision` and `#Name`.
+        kind: Kind of the component; if the repository has one component of this kind, the name can be omitted.
+        registry: Validates the plugin, like installed ones.
+        open_hub: Returns the hub; called only if the lock and the store do not have the code.
 
     Raises:
         NotTrusted: This code is not trusted, was changed after it was added, or is not locked in a frozen run.
-        ComponentNotFound: It offers nothing, or nothing of that name or kind; or several and no name was given.
+        ComponentNotFound: It has no such component, or several and no name was given.
         ManifestError: Its manifest is wrong.
         PluginIncompatible: It was made for another version of core.
         PluginBroken: It raises while it is imported.
     """
-    asked = f"{kind} {text!r}"
-    reference = HubReference.parse(text, asked=asked)
+    context = f"{kind} {text!r}"
+    reference = HubReference.parse(text, context=context)
     with Load().active() as load:
-        tree, origin = load.tree_of(reference, open_hub, asked=asked)
-        record = valid_record(tree, origin, registry, asked=asked)
+        tree, origin = load.tree_of(reference, open_hub, context=context)
+        record = valid_record(tree, origin, registry, context=context)
         if MANIFEST_NAME in tree.files:
-            return registry.load(_listed(record, reference.name, kind, asked))
+            return registry.load(_listed(record, reference.name, kind, context))
         # `import_object` is called for its errors; the attribute does not matter.
-        import_object(f"{record.package}:__name__", asked=asked)
+        import_object(f"{record.package}:__name__", context=context)
     module = sys.modules[record.package]
     if reference.name:
-        return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=str(origin))
-    return _only_subclass(module, registry.contract(kind), kind, asked, str(reference))
+        return attribute(module, reference.name, context=context, absent=ComponentNotFound, shown=str(origin))
+    return _only_subclass(module, registry.contract(kind), kind, context, str(reference))
 
 
 class Load:
@@ -86,7 +86,7 @@ class Load:
 
     @staticmethod
     def current() -> Load | None:
-        """Return the load that this thread or task is in; a task that outlives the load is in none."""
+        """Return the current load of this thread or task, or None; also None in a task that outlives the load."""
         load = _active.get()
         return load if load is not None and load._depth else None
 
@@ -115,10 +115,10 @@ class Load:
         """Return the tree with the files that this load has read."""
         return self._snapshots.setdefault(tree.folder, Snapshot(tree.folder, tree.files))
 
-    def tree_of(self, reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
-        """Return the tree that a reference means, if it may run, and download it if necessary.
+    def tree_of(self, reference: HubReference, open_hub: OpenHub, *, context: str) -> tuple[Tree, Origin]:
+        """Return the tree of a reference, if it may run, and download it if necessary.
 
-        Only the import compares its files with the lock, see `checked_tree`.
+        Its files are compared with the lock at import, see `checked_tree`.
 
         Raises:
             NotTrusted: Policy or lock do not allow it.
@@ -127,23 +127,23 @@ class Load:
         if entry is not None:
             origin = entry.origin
         else:
-            self.lock.refuse_unlocked(asked)
+            self.lock.refuse_unlocked(context)
             if reason := self.policy.denies(reference.place):
-                raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
-            origin = resolve(open_hub(), reference, asked=asked)
+                raise NotTrusted(f"{context}: code from {reference.place} is forbidden: {reason}")
+            origin = resolve(open_hub(), reference, context=context)
             entry = self.lock.of_origin(origin)
         digest = entry.digest if entry is not None else ""
         if reason := why_not_trusted(self.policy, reference, origin, locked=entry is not None, digest=digest):
-            raise NotTrusted(f"{asked}: {reason}")
+            raise NotTrusted(f"{context}: {reason}")
         tree = self.store.tree(entry.digest) if entry is not None else self.store.tree_of(origin)
         if tree is None:
-            tree = fetch(open_hub(), origin, self.store, asked=asked, expected=entry)
+            tree = fetch(open_hub(), origin, self.store, context=context, expected=entry)
         return self.snapshot(tree), origin
 
-    def checked_tree(self, digest: str, *, asked: str) -> Tree:
+    def checked_tree(self, digest: str, *, context: str) -> Tree:
         """Return the tree whose digest begins with `digest`, if it may run here and every file matches the listing.
 
-        This is the one decision whether a tree in the store may be imported, made in every process: policy first,
+        Every import of a tree passes this check, in every process: policy first,
         then the lock, then signatures where the policy requires them, then the hash of every file.
 
         Raises:
@@ -153,17 +153,17 @@ class Load:
         entries = self.lock.of_tree(digest)
         tree = self.store.tree(entries[0].digest if entries else digest)
         if tree is None:
-            fetch_it = f"; it is {entries[0].reference}, run: twinkle plugins verify --fetch" if entries else ""
+            fetch_it = f"; it belongs to {entries[0].reference}, run: twinkle plugins verify --fetch" if entries else ""
             raise ModuleNotFoundError(
-                f"{asked}: the code {digest} is not in the store of this machine, {self.store.root}"
+                f"{context}: the code {digest} is not in the store of this machine, {self.store.root}"
                 f"{fetch_it or '; add it there with: twinkle plugins add'}"
             )
         tree = self.snapshot(tree)
-        ways = [(HubReference.parse(entry.reference, asked=asked), entry.origin) for entry in entries]
+        ways = [(HubReference.parse(entry.reference, context=context), entry.origin) for entry in entries]
         if not entries:
-            self.lock.refuse_unlocked(asked)
+            self.lock.refuse_unlocked(context)
             ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in self.store.origins(tree.digest)]
-        require_trust(self.policy, ways, tree, locked=bool(entries), asked=asked)
+        require_trust(self.policy, ways, tree, locked=bool(entries), context=context)
         tree.verify()
         return tree
 
@@ -171,14 +171,14 @@ class Load:
 _active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
 
 
-def import_in_load(ref: str, *, asked: str, promised_by: str = "") -> Any:
+def import_in_load(ref: str, *, context: str, declared_by: str = "") -> Any:
     """Import a ref to code from a Hub as `import_object` does, in the current load or a new one."""
     with (Load.current() or Load()).active():
-        return import_object(ref, asked=asked, promised_by=promised_by)
+        return import_object(ref, context=context, declared_by=declared_by)
 
 
-def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) -> PluginRecord:
-    """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
+def valid_record(tree: Tree, origin: Origin, registry: Registry, *, context: str) -> PluginRecord:
+    """Return the record of a usable tree; otherwise raise an error with all problems of its manifest.
 
     Raises:
         ManifestError: Its manifest is wrong, or names unknown kinds or hooks.
@@ -190,20 +190,20 @@ def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) 
     except ManifestError as error:
         unread = PluginRecord(origin.place, origin.commit, "", "", None, "broken", str(error), error)
         raise ManifestError(registry.validate(unread).reason, error.manifest) from error
-    return usable(registry.validate(record), asked=asked)
+    return usable(registry.validate(record), context=context)
 
 
-def usable(record: PluginRecord, *, asked: str) -> PluginRecord:
-    """Return the record, or raise why it cannot be used."""
+def usable(record: PluginRecord, *, context: str) -> PluginRecord:
+    """Return the record if it is usable, otherwise raise its error."""
     if record.status == "ok":
         return record
     errors: dict[str, type[TwinkleError]] = {"incompatible": PluginIncompatible, "disabled": ComponentNotFound}
     raise errors.get(record.status, PluginBroken)(
-        f"{asked}: plugin {record.name} is {record.status}: {record.reason}"
+        f"{context}: plugin {record.name} is {record.status}: {record.reason}"
     ) from record.cause
 
 
-def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> ComponentSpec:
+def _listed(record: PluginRecord, name: str, kind: str, context: str) -> ComponentSpec:
     components = record.manifest.components if record.manifest else ()
     of_kind = {spec.name: spec for spec in components if spec.kind == kind}
     if name and name in of_kind:
@@ -213,16 +213,16 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
     others = sorted({f"{spec.kind} {spec.name!r}" for spec in components if spec.kind != kind})
     if name:
         hint = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
-        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {hint}")
+        raise ComponentNotFound(f"{context}: its manifest lists no {kind} {name!r}; {hint}")
     if of_kind:
-        raise ComponentNotFound(f"{asked}: it offers several of that kind; add '#Name', one of {quoted(of_kind)}")
-    raise ComponentNotFound(f"{asked}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
+        raise ComponentNotFound(f"{context}: it has several of that kind; add '#Name', one of {quoted(of_kind)}")
+    raise ComponentNotFound(f"{context}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
 
 
-def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, reference: str) -> Any:
+def _only_subclass(module: ModuleType, contract: Any, kind: str, context: str, reference: str) -> Any:
     """Return the one class of the module that fits the contract and was written in this repository."""
     if not isinstance(contract, type):
-        raise ComponentNotFound(f"{asked}: the kind {kind} has no contract, so name the component: '...#Name'")
+        raise ComponentNotFound(f"{context}: the kind {kind} has no contract, so name the component: '...#Name'")
     own = _written_in(module)
     subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
     concrete = [cls for cls in subclasses if not missing_methods(cls)]
@@ -231,11 +231,11 @@ def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, ref
         return leaves[0]
     if leaves:
         raise ComponentNotFound(
-            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in leaves)}"
+            f"{context}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in leaves)}"
         )
     raise ComponentNotFound(
-        f"{asked}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
-        f"{contract.__module__}.{contract.__name__}{_meant(own, contract, reference)}"
+        f"{context}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
+        f"{contract.__module__}.{contract.__name__}{_suggestions(own, contract, reference)}"
     )
 
 
@@ -249,8 +249,8 @@ def _written_in(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
-    """Return hints to incomplete subclasses, and to what satisfies the contract without being a subclass."""
+def _suggestions(own: Mapping[str, Any], contract: type, reference: str) -> str:
+    """Return hints for incomplete subclasses, and for objects that satisfy the contract without being a subclass."""
     hints, fitting = [], []
     for name, value in own.items():
         if inspect.isclass(value) and contract in value.__mro__:
@@ -263,7 +263,7 @@ def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
 
 
 def record_of(tree: Tree, origin: Origin) -> PluginRecord:
-    """Return the record of one tree; without a manifest it offers nothing by name.
+    """Return the record of one tree; without a manifest it has no components by name.
 
     Raises:
         ManifestError: Its manifest is wrong, or names something outside of the repository.
@@ -291,7 +291,7 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
 
 
 def records_of_lock() -> list[PluginRecord]:
-    """Return a record for every Hub repository that the lock lists; a problem of one is the reason in its record."""
+    """Return a record for every Hub repository that the lock lists; a problem of one is recorded as its reason."""
     lock = Lock.load()
     if not lock.hub:
         return []
@@ -300,12 +300,12 @@ def records_of_lock() -> list[PluginRecord]:
 
 
 def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> PluginRecord:
-    reference = HubReference.parse(entry.reference, asked="twinkle.lock")
+    reference = HubReference.parse(entry.reference, context="twinkle.lock")
     record = PluginRecord(entry.repository, entry.commit, "", "")
     reason = why_not_trusted(policy, reference, entry.origin, locked=True, digest=entry.digest)
     try:
         tree = store.tree(entry.digest)
-        if reason and tree is not None:  # what it would offer is known, and is not run
+        if reason and tree is not None:  # the manifest has been read; no code is run
             return replace(record_of(tree, entry.origin), status="broken", reason=reason, cause=NotTrusted(reason))
     except TwinkleError:
         tree = None
@@ -321,7 +321,7 @@ def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> Plu
 
 
 def why_forbidden(record: PluginRecord, policy: Policy) -> str:
-    """Return why a plugin of a Hub that was added before may not be used any more, or an empty string."""
+    """Return why an already added plugin of a Hub may no longer be used, or an empty string."""
     scheme, colon, repo = record.dist.partition("://")
     if not colon:
         return ""
@@ -342,7 +342,7 @@ def _refs(manifest: Manifest) -> list[str]:
 
 def _outside(manifest: Manifest, root: str) -> str:
     """Return which refs leave the repository and how to write them, or an empty string."""
-    outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
+    outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _is_below(ref, root)]
     if not outside:
         return ""
     verb = "is" if len(outside) == 1 else "are"
@@ -350,17 +350,17 @@ def _outside(manifest: Manifest, root: str) -> str:
     return f"{listed} {verb} outside of the repository; use refs that start with a dot, such as '.loss:FocalLoss'"
 
 
-def _lies_below(ref: str, root: str) -> bool:
+def _is_below(ref: str, root: str) -> bool:
     module = ref.partition(":")[0]
     return module == root or module.startswith(root + ".")
 
 
 class CodeFinder:
-    """Finds every module below a digest, so that no other finder is asked for it."""
+    """Finds every module below a digest, so that no other finder is called for them."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return where a module of loaded code is; None for every other module."""
+        """Return the spec of a module of loaded code; None for any other module."""
         if not fullname.startswith(_PREFIX):
             return None
         top, _, inner = fullname[len(_PREFIX) :].partition(".")
@@ -371,12 +371,12 @@ class CodeFinder:
         if inner and isinstance(imported, CodeLoader):
             return _spec(fullname, inner.replace(".", "/"), imported.tree)
         load = Load.current() or Load()
-        tree = load.checked_tree(match["digest"], asked=_PREFIX + top)
+        tree = load.checked_tree(match["digest"], context=_PREFIX + top)
         return _spec(fullname, inner.replace(".", "/"), Tree(tree.folder, tree.files), load)
 
 
 class CodeLoader(SourceFileLoader):
-    """Compiles the source of the tree, whose hash was checked."""
+    """Compiles source files of the tree after checking their hash."""
 
     def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
         """Load `fullname` from the file `source` of the tree; an empty string is a package without code of its own.
@@ -401,7 +401,7 @@ class CodeLoader(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module; the error of an absolute import within the repository says what to write."""
+        """Run the module; the error of an absolute import within the repository suggests the relative import."""
         load, self._load = self._load, None
         try:
             with load.active() if load else contextlib.nullcontext():
@@ -416,7 +416,7 @@ class CodeLoader(SourceFileLoader):
             raise
 
     def get_resource_reader(self, name: str | None = None) -> CheckedResources:  # type: ignore[override]
-        """Let `importlib.resources.files(package)` reach the data files of the package."""
+        """Give `importlib.resources.files(package)` access to the data files of the package."""
         below = (name or self.name).removeprefix(_PREFIX).partition(".")[2].replace(".", "/")
         return CheckedResources(self.tree, below)
 
@@ -428,7 +428,7 @@ def install_finder() -> None:
 
 
 def is_module(tree: Tree, name: str) -> bool:
-    """Return whether the tree has a module or package `name` at its top."""
+    """Return whether the tree has a top-level module or package `name`."""
     return f"{name}.py" in tree.files or name in tree.folders
 
 
@@ -446,7 +446,7 @@ def _located(spec: ModuleSpec, locations: Iterable[str] | None) -> ModuleSpec:
     loader = spec.loader
     spec.origin = loader.path if isinstance(loader, CodeLoader) else None
     spec.has_location = True
-    # Empty: a path would let Python's own finder look into the folder, where anything may have been put since.
+    # Empty: with a path, Python's own finder would search the folder, which may have files that were not checked.
     spec.submodule_search_locations = None if locations is None else list(locations)
     return spec
 
@@ -480,11 +480,11 @@ class CheckedPath:
         return self._path in self._tree.files
 
     def is_dir(self) -> bool:
-        """Return whether this is a folder that holds a listed file."""
+        """Return whether this is a folder that contains a listed file."""
         return self._path in self._tree.folders
 
     def iterdir(self) -> Iterator[CheckedPath]:
-        """Yield what this folder holds."""
+        """Yield the files and folders in this folder."""
         below = f"{self._path}/" if self._path else ""
         names = {path[len(below) :].partition("/")[0] for path in self._tree.files if path.startswith(below)}
         yield from (self.joinpath(name) for name in sorted(names))

@@ -1,6 +1,6 @@
 """`twinkle.lock`: which code this project runs, by hash: Hub repositories, PyPI distributions and local files.
 
-One TOML file that a person can read and a diff can show. It is replaced in one step, under a file lock against other
+A TOML file that is easy to read and to compare. It is replaced atomically, under a file lock against other
 writers, and read strictly: an unknown key, a wrong type or a digest that does not match its files is an error.
 """
 
@@ -79,7 +79,7 @@ class LockedFile:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """The content of one lock file; `path` is its place, whether it exists or not.
+    """The content of one lock file; `path` is its path, whether it exists or not.
 
     `is_obeyed` is False if the file is in a folder that is not trusted; then the lock has no entries.
     """
@@ -122,11 +122,11 @@ class Lock:
         if not self.is_obeyed:
             raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
 
-    def refuse_unlocked(self, asked: str) -> None:
+    def refuse_unlocked(self, context: str) -> None:
         """Raise `NotTrusted` if this run is frozen; called for code that the lock does not list."""
         if is_frozen():
             raise NotTrusted(
-                f"{asked}: this run is frozen, and {self.lacks('it')}; "
+                f"{context}: this run is frozen, and {self.lacks('it')}; "
                 f"add it with 'twinkle plugins add' where it is not frozen, or "
                 f"set {LOCK_VARIABLE} to the right lock"
             )
@@ -142,8 +142,8 @@ class Lock:
         """
         of_repo = [entry for entry in self.hub if reference.place in (_place(entry.reference), entry.repository)]
         if reference.revision:
-            wanted = [e for e in of_repo if str(reference) == e.reference or e.commit == reference.revision]
-            return next(iter(wanted), None)
+            matching = [e for e in of_repo if str(reference) == e.reference or e.commit == reference.revision]
+            return next(iter(matching), None)
         if plain := [entry for entry in of_repo if entry.reference == reference.place]:
             return plain[0]
         if len(of_repo) > 1:
@@ -171,7 +171,7 @@ class Lock:
         return next((entry for entry in self.file if entry.path == path), None)
 
     def relative(self, file: Path) -> str:
-        """Return the name of a local file in the lock: its path from the folder of the lock."""
+        """Return the name of a local file in the lock: its path relative to the folder of the lock."""
         return Path(os.path.relpath(file.expanduser().absolute(), self.path.parent)).as_posix()
 
     def with_repository(self, entry: LockedRepository) -> Lock:
@@ -187,14 +187,14 @@ class Lock:
         return replace(self, file=_with(self.file, entry, lambda e: e.path))
 
 
-# A process reads the lock at its start and at each load, and it seldom changes.
+# Cached: a process reads the lock at its start and at each load, and it rarely changes.
 @lru_cache(maxsize=4)
 def _parsed(content: bytes, path: Path) -> Lock:
     return parse_lock(content, path)
 
 
 def change_lock(change: Callable[[Lock], Lock]) -> Lock:
-    """Read the lock, change it and replace the file, while no other process does the same; return the new lock.
+    """Read the lock, change it and replace the file, under an exclusive file lock; return the new lock.
 
     Raises:
         SettingsError: The lock is damaged, or its folder cannot be written; the file stays as it was.
@@ -207,7 +207,7 @@ def change_lock(change: Callable[[Lock], Lock]) -> Lock:
             lock.require_trust(f"change {path}")
             changed = change(lock)
             _write_trusted(path, to_toml(changed))
-    except NotTrusted:  # it is an OSError, too
+    except NotTrusted:  # `NotTrusted` is an OSError, too
         raise
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}; it was not changed") from error
@@ -244,7 +244,7 @@ def _with(entries: tuple[_Entry, ...], entry: _Entry, key: Callable[[_Entry], st
 
 
 def _place(reference: str) -> str:
-    return str(HubReference.parse(reference, asked="twinkle.lock").place)
+    return str(HubReference.parse(reference, context="twinkle.lock").place)
 
 
 def _table(sort: str, entry: object, keys: tuple[str, ...]) -> list[str]:
@@ -256,14 +256,14 @@ def _files(sort: str, files: Mapping[str, str]) -> list[str]:
 
 
 def _string(text: str) -> str:
-    # A JSON text without \\u escapes is a TOML text, but for DEL.
+    # A JSON string without \\u escapes is also a TOML string, except for DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _replace(path: Path, text: str) -> None:
     import tempfile
 
-    path = path.resolve()  # a link stays a link
+    path = path.resolve()  # replace the target of a link, not the link
     handle, work = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
@@ -287,7 +287,7 @@ def _guard(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot
+        with contextlib.suppress(OSError):  # some network file systems have no file locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -298,7 +298,7 @@ def parse_lock(content: bytes, path: Path) -> Lock:
     """Parse a lock file.
 
     Raises:
-        SettingsError: It is damaged; the text names the place and what to do.
+        SettingsError: It is damaged; the text has the position and the remedy.
     """
     try:
         raw = tomllib.loads(content.decode())
@@ -344,12 +344,12 @@ class _LockReader:
     def repository(self, table: dict[str, Any]) -> LockedRepository:
         where, files = self._entry(table, "hub", ("reference", "repository", "commit", "digest"))
         try:
-            HubReference.parse(table["reference"], asked=where)
-            asked = HubReference.parse(table["repository"], asked=where)
-            Origin.checked(asked.scheme, asked.repo, table["commit"], asked=where)
+            HubReference.parse(table["reference"], context=where)
+            context = HubReference.parse(table["repository"], context=where)
+            Origin.checked(context.scheme, context.repo, table["commit"], context=where)
             for path in files:
-                check_path(path, asked=where)
-            check_names(files, asked=where)
+                check_path(path, context=where)
+            check_names(files, context=where)
         except TwinkleError as error:
             raise self.damaged(str(error)) from error
         if table["digest"] != digest_of(files):

@@ -1,4 +1,4 @@
-"""Who may run code here: `[trust]` of twinkle.toml, of the project and of the user together.
+"""The trust policy: `[trust]` of the project's and the user's twinkle.toml combined.
 
 [trust]
 allow = ["hf://acme/*"]          # runs at any commit without being added
@@ -53,13 +53,13 @@ class Policy:
     def load(cls, *, fetch: bool = False) -> Policy:
         """Read the files and the environment of this process.
 
-        Patterns of the user's own file and of the project's both apply: a project cannot lift what its user denies.
+        Patterns of the user's own file and of the project's both apply: a project cannot allow what the user denies.
         `allow` of a `twinkle.toml` in a folder that is not trusted is ignored; its restrictions apply. Revocation
         lists that only such a file names are not read; the last valid ones apply.
 
         Args:
             fetch: Code is about to be loaded: read the revocation lists again if that was not done within a minute,
-                warn of those that are stale, and refuse those that are not as they must be.
+                warn about stale ones, and raise an error for invalid ones.
 
         Raises:
             SettingsError: A table, a key, a type or a pattern is wrong.
@@ -88,9 +88,9 @@ class Policy:
     def _check_lists(self) -> None:
         for known in self.revoked:
             if known.error:
-                raise NotTrusted(f"cannot tell whether code from a Hub is revoked: {known.error}")
+                raise NotTrusted(f"cannot determine whether code from a Hub is revoked: {known.error}")
             if known.problem and known.source.refuses_stale:
-                raise NotTrusted(f"cannot tell whether code from a Hub is revoked: {known.problem}")
+                raise NotTrusted(f"cannot determine whether code from a Hub is revoked: {known.problem}")
             if known.problem:
                 warnings.warn(f"revocation list: {known.problem}", stacklevel=4)
 
@@ -147,8 +147,8 @@ def _read(file: ConfigFile) -> dict[str, Any]:
     table = trust_table(file)
     if file.is_trusted:
         return table
-    kept = tuple(replace(source, is_read=False) for source in table["revoked"])
-    return {key: value for key, value in table.items() if key not in NEED_TRUST} | {"revoked": kept}
+    revoked = tuple(replace(source, is_read=False) for source in table["revoked"])
+    return {key: value for key, value in table.items() if key not in NEED_TRUST} | {"revoked": revoked}
 
 
 def _check_patterns(where: str, value: Any) -> None:
@@ -167,10 +167,10 @@ def _signed(where: str, table: Any) -> list[tuple[str, Signer]]:
 
 
 def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, locked: bool, digest: str = "") -> str:
-    """Return why this code may not run, with what would change it, or an empty string; `digest` is that of its tree."""
+    """Return why this code may not run, with the remedy, or an empty string; `digest` is that of its tree."""
     moved = f" ({reference.place} has moved there)" if reference.place != origin.place else ""
-    asked = Origin(reference.scheme, reference.repo, origin.commit)
-    if reason := policy.revokes(asked) or policy.revokes(origin, digest):
+    requested_origin = Origin(reference.scheme, reference.repo, origin.commit)
+    if reason := policy.revokes(requested_origin) or policy.revokes(origin, digest):
         return f"code from {origin}{moved} must not run any more: {reason}"
     if reason := policy.denies(reference.place) or policy.forbids(origin):
         return f"code from {origin.place}{moved} is forbidden: {reason}; ask the owner of that file"
@@ -184,7 +184,7 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
 
 
 def require_trust(
-    policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str
+    policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, context: str
 ) -> None:
     """Require that one origin of a tree is trusted, and that it has the signatures that the policy requires.
 
@@ -196,12 +196,12 @@ def require_trust(
     reasons = []
     for _, origin in ways:
         if reason := policy.revokes(origin, tree.digest):
-            raise NotTrusted(f"{asked}: code from {origin} must not run any more: {reason}")
+            raise NotTrusted(f"{context}: code from {origin} must not run any more: {reason}")
     for reference, origin in ways:
         reason = why_not_trusted(policy, reference, origin, locked=locked, digest=tree.digest)
         if not reason:
             for signer in policy.signers(origin):
-                check_signature(tree, signer, asked=asked)
+                check_signature(tree, signer, context=context)
             return
         reasons.append(reason)
-    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'the origin of this code is unknown'}")
+    raise NotTrusted(f"{context}: {reasons[0] if reasons else 'the origin of this code is unknown'}")

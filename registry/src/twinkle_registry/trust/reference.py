@@ -28,7 +28,7 @@ class HubReference:
     name: str = ""
 
     @classmethod
-    def parse(cls, text: str, *, asked: str) -> HubReference:
+    def parse(cls, text: str, *, context: str) -> HubReference:
         """Parse a reference.
 
         Raises:
@@ -36,23 +36,23 @@ class HubReference:
         """
         match = _REFERENCE.fullmatch(text)
         if match is None:
-            raise ComponentNotFound(f"{asked}: {safe_repr(text)} is not a reference to a Hub; {FORM}")
+            raise ComponentNotFound(f"{context}: {safe_repr(text)} is not a reference to a Hub; {FORM}")
         place, hashmark, name = match["rest"].partition("#")
         head, at, revision = place.rpartition("@")
         if not at or ("/" in revision and match["scheme"] == "file"):
             head, at, revision = place, "", ""
-        repo = _checked_repo(match["scheme"], head, asked)
+        repo = _checked_repo(match["scheme"], head, context)
         if at and (not _REVISION.fullmatch(revision) or ".." in revision):
             raise ComponentNotFound(
-                f"{asked}: the revision {safe_repr(revision)} is not a branch, tag or commit; {FORM}"
+                f"{context}: the revision {safe_repr(revision)} is not a branch, tag or commit; {FORM}"
             )
         if hashmark and not _NAME.fullmatch(name):
-            raise ComponentNotFound(f"{asked}: {safe_repr(name)} is not the name of a component; {FORM}")
+            raise ComponentNotFound(f"{context}: {safe_repr(name)} is not the name of a component; {FORM}")
         return cls(match["scheme"], repo, revision, name)
 
     @property
     def place(self) -> str:
-        """The repository with its scheme, as policy and lock call it."""
+        """The repository with its scheme, as in policy and lock."""
         return f"{self.scheme}://{self.repo}"
 
     @property
@@ -74,13 +74,11 @@ class Origin:
     commit: str
 
     @classmethod
-    def checked(cls, scheme: str, repo: str, commit: str, *, asked: str) -> Origin:
+    def checked(cls, scheme: str, repo: str, commit: str, *, context: str) -> Origin:
         """Check the answer of a hub, which is untrusted input."""
         if not _COMMIT.fullmatch(commit):
-            raise ComponentNotFound(
-                f"{asked}: the hub says that its commit is {safe_repr(commit)}, which is not a commit"
-            )
-        return cls(scheme, _checked_repo(scheme, repo, asked), commit)
+            raise ComponentNotFound(f"{context}: the hub returned an invalid commit, {safe_repr(commit)}")
+        return cls(scheme, _checked_repo(scheme, repo, context), commit)
 
     @property
     def place(self) -> str:
@@ -88,11 +86,11 @@ class Origin:
         return f"{self.scheme}://{self.repo}"
 
     def __str__(self) -> str:
-        """Return `hf://org/repo@commit`, which is what `twinkle plugins add` takes."""
+        """Return `hf://org/repo@commit`, the form that `twinkle plugins add` accepts."""
         return f"{self.place}@{self.commit}"
 
 
-def _checked_repo(scheme: str, repo: str, asked: str) -> str:
+def _checked_repo(scheme: str, repo: str, context: str) -> str:
     parts = repo.split("/")
     if scheme == "file":
         fine = bool(repo) and repo.isprintable() and "\\" not in repo and ".." not in parts
@@ -100,23 +98,23 @@ def _checked_repo(scheme: str, repo: str, asked: str) -> str:
     else:
         fine = bool(_REPO_ON_HUB.fullmatch(repo)) and not any(".." in part for part in parts)
     if not fine:
-        raise ComponentNotFound(f"{asked}: {safe_repr(repo)} is not a repository; {FORM}")
+        raise ComponentNotFound(f"{context}: {safe_repr(repo)} is not a repository; {FORM}")
     return repo
 
 
 def matches(pattern: str, place: str, commit: str) -> bool:
-    """Return whether `scheme://org/*` or `scheme://org/repo@commit*` means this code.
+    """Return whether a pattern such as `scheme://org/*` or `scheme://org/repo@commit*` matches this code.
 
-    `*` stands for any part of one segment, `**` at the end for all that follows; a lone `*` is everything.
+    `*` matches any part of one segment, a final `**` matches all remaining segments, and `*` alone matches everything.
     """
     if pattern == "*":
         return True
-    wanted, at, wanted_commit = pattern.rpartition("@")
+    place_pattern, at, commit_pattern = pattern.rpartition("@")
     if not at:
-        wanted = pattern
-    elif not fnmatchcase(commit, wanted_commit):
+        place_pattern = pattern
+    elif not fnmatchcase(commit, commit_pattern):
         return False
-    segments, parts = wanted.split("/"), place.split("/")
+    segments, parts = place_pattern.split("/"), place.split("/")
     if segments[-1] == "**" and len(parts) >= len(segments):
         segments, parts = segments[:-1], parts[: len(segments) - 1]
     return len(segments) == len(parts) and all(map(fnmatchcase, parts, segments))

@@ -1,6 +1,6 @@
-"""What a person sees before trusting code: its files and sizes, what it imports and calls, and what is new.
+"""The summary of code that a person reviews before trusting it: files and sizes, imports and calls, and changes.
 
-Every text of the repository is made printable before it is shown: a file may contain escape sequences of terminals.
+Text from the repository is escaped before it is printed: a file may contain terminal escape sequences.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NATIVE = (".so", ".pyd", ".dll", ".dylib")
 MAX_DIFF_LINES = 400
 MAX_LINE = 1_000
 MAX_DIFF_BYTES = 256 * 1024
-MAX_COMPARED_LINES = 5_000  # difflib takes hours for files that were crafted for it
+MAX_COMPARED_LINES = 5_000  # difflib takes hours on files crafted for that purpose
 Sort = Literal["hub", "pypi", "file"]
 
 
@@ -62,7 +62,7 @@ class FileReview:
 
 @dataclass(frozen=True)
 class Review:
-    """One tree, compared with the one that was trusted before, if any; `diff` is printable."""
+    """The review of one tree, compared with the previously trusted one, if any; `diff` is printable."""
 
     files: tuple[FileReview, ...]
     added: tuple[str, ...] = ()
@@ -72,17 +72,17 @@ class Review:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def imports(self) -> list[str]:
-        """Every top-level package outside of the repository that it imports, but its tests and the standard library."""
+        """Top-level packages that it imports, without the standard library and without imports of its tests."""
         return sorted(_packages(file for file in self.files if not _is_test(file.path)))
 
     @property
     def imports_of_tests(self) -> list[str]:
-        """What its tests import beside that."""
+        """Top-level packages that only its tests import."""
         return sorted(_packages(file for file in self.files if _is_test(file.path)) - {*self.imports})
 
 
@@ -118,7 +118,7 @@ def review_file(path: str, content: bytes) -> FileReview:
 
 
 def printable(text: str) -> str:
-    """Return a line with control characters and marks of direction escaped; tabs stay."""
+    """Return a line with control characters and marks of direction escaped; tabs are kept."""
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
@@ -142,7 +142,7 @@ def _named(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and not node.level:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Attribute):
-        yield f".{node.attr}"  # a method of whatever it is
+        yield f".{node.attr}"  # a method of any object
         if isinstance(node.value, ast.Name):
             yield f"{node.value.id}.{node.attr}"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -196,15 +196,15 @@ class Proposal:
 
     Attributes:
         sort: `hub`, `pypi` or `file`.
-        name: The reference that was given, without the name of a component.
+        name: The requested reference, without the name of a component.
         version: The commit or the version; empty for a file.
-        origin: Where a reference led after redirects.
-        trusted: The commit or version that is locked now, if one is.
-        review: Its files and what is new in them; for PyPI, names of files alone.
+        origin: The repository and commit of a reference, after redirects.
+        trusted: The commit or version that is locked, or empty.
+        review: Its files and what is new in them; for PyPI, names of files only.
         offers: `kind Name` of each component, and each command and lifecycle hook.
         missing: Requirements of its components that are not installed.
         state: `new`, `changed` or `same` as what is locked.
-        problem: Why it could not be read; then it was not accepted.
+        problem: Why it could not be read, in which case it was not accepted; or empty.
     """
 
     sort: Sort
@@ -235,7 +235,7 @@ def of_repository(
         entry.commit,
         origin=entry.repository,
         trusted=before.commit if before else "",
-        review=review(tree, _whole(store, before)),
+        review=review(tree, _intact_tree(store, before)),
         offers=_offers(record),
         missing=tuple(missing),
         state="same" if entry in lock.hub else "changed" if before else "new",
@@ -266,14 +266,14 @@ def of_file(entry: LockedFile, source: bytes, lock: Lock) -> Proposal:
 
 
 def _before(lock: Lock, new: LockedRepository) -> LockedRepository | None:
-    """Return the entry that was trusted last: the entry of this reference, or else the newest of this repository."""
+    """Return the previously trusted entry: that of this reference, or else the newest one of this repository."""
     own = [entry for entry in lock.hub if entry.reference == new.reference]
     near = [entry for entry in lock.hub if entry.repository == new.repository]
     return next(iter([*own, *reversed(near)]), None)
 
 
-def _whole(store: Store, entry: LockedRepository | None) -> Tree | None:
-    """Return the tree of an entry if the store has it intact; a damaged one cannot be compared."""
+def _intact_tree(store: Store, entry: LockedRepository | None) -> Tree | None:
+    """Return the tree of an entry, or None if the store does not have it intact."""
     try:
         tree = store.tree(entry.digest) if entry else None
         if tree is not None:

@@ -1,4 +1,4 @@
-"""Revocation lists: code that must not run any more, with the reasons, signed by a key that the policy names.
+"""Revocation lists: code that must no longer run, with reasons, signed by a key that the policy names.
 
 The file is a DSSE envelope (https://github.com/secure-systems-lab/dsse) around JSON:
 
@@ -6,11 +6,11 @@ The file is a DSSE envelope (https://github.com/secure-systems-lab/dsse) around 
  "revoked": [{"code": "hf://acme/focal@3f2a*", "sha256": "", "reason": "reads ~/.ssh"}]}
 
 Times are seconds since 1970, UTC. `code` is a pattern as in `[trust] deny`; `sha256` is the digest of a tree, as
-`twinkle.lock` has it, and revokes the same files wherever they come from.
+`twinkle.lock` has it, and revokes these files in any repository.
 
 `[[trust.revoked]]` has `list` (a path, or an address with file://, https:// or http://), `ed25519` (a public key or
 several) and `stale` ("warn", or "refuse" to run code from a Hub without a valid list). The last valid list is kept in
-the state folder, so that neither a lost network nor an older list makes revoked code run again.
+the state folder, so that revoked code does not run again without a network or with an older list.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Revoked:
     reason: str = ""
 
     def means(self, place: str, commit: str, digest: str) -> bool:
-        """Return whether this is the code; ignoring case."""
+        """Return whether this entry matches the code, ignoring case."""
         if self.sha256 and digest and self.sha256.startswith(digest):
             return True
         return bool(self.code) and matches(self.code.casefold(), place.casefold(), commit.casefold())
@@ -72,9 +72,9 @@ class RevocationList:
     """The content of one signed list.
 
     Attributes:
-        sequence: Grows with each list; an older one never takes the place of a newer one.
+        sequence: Increases with each list; an older list never replaces a newer one.
         issued: When it was signed, in seconds since 1970.
-        expires: When it must have been replaced, in seconds since 1970.
+        expires: When a new list is due, in seconds since 1970.
         revoked: The entries.
     """
 
@@ -93,7 +93,7 @@ def sign(revocations: RevocationList, private_key: bytes) -> bytes:
     """Return the signed file.
 
     Args:
-        revocations: What it says.
+        revocations: Content of the list.
         private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
     """
     key = read_private_key(private_key, "to sign a revocation list")
@@ -105,7 +105,7 @@ def sign(revocations: RevocationList, private_key: bytes) -> bytes:
 
 
 def read_list(content: bytes, keys: Iterable[bytes], *, where: str) -> RevocationList:
-    """Return what a file says, if one of the keys signed it.
+    """Return the content of a file, if one of the keys signed it.
 
     Args:
         content: The file.
@@ -151,7 +151,7 @@ def _parsed(fields: Mapping[str, Any]) -> RevocationList:
 
 
 def check_entry(entry: Revoked) -> None:
-    """Raise `SettingsError` if an entry could mean no code."""
+    """Raise `SettingsError` if an entry cannot match any code."""
     if entry.code:
         check_pattern("revoked", entry.code)
     if entry.sha256 and not _DIGEST.fullmatch(entry.sha256):
@@ -183,10 +183,10 @@ def _base64(content: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One `[[trust.revoked]]`: where the list is, who signs it, and whether code runs without a valid one.
+    """One `[[trust.revoked]]`: the location of the list, its keys, and whether code runs without a valid list.
 
-    `is_read` is False where settings that are not trusted name it: nothing is asked for then, and the last valid list
-    counts, so that an edit of the settings does not lift what is revoked.
+    `is_read` is False if the settings that name it are not trusted: it is not requested then, and the last valid list
+    stays in effect, so that an edit of the settings does not lift revocations.
     """
 
     location: str
@@ -208,9 +208,9 @@ class KnownList:
 
     Attributes:
         source: Its location and keys.
-        revocations: The last valid list; None if there never was one.
+        revocations: The last valid list; None if there has been none.
         checked: When it was last read, in seconds since 1970.
-        problem: It cannot be reached, is older than the one that is known, or has expired; the last valid one counts.
+        problem: It cannot be reached, is older than the recorded one, or has expired; the last valid one is used.
         error: The list that was read has no valid signature, or contradicts the last valid one.
     """
 
@@ -291,10 +291,10 @@ def _refreshed(kept: KnownList) -> KnownList:
         now, content = replace(now, problem=f"{source.location} cannot be read: {text}{_in_effect(old)}"), None
     else:
         if old is not None and new.sequence < old.sequence:
-            what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
+            what = f"{source.location} has list number {new.sequence}, which is older than number {old.sequence}"
             now, content = replace(now, problem=f"{what}; the newer one stays in effect"), None
         elif old is not None and new.sequence == old.sequence and new != old:
-            what = f"{source.location} holds another list number {new.sequence} than the one that is known"
+            what = f"{source.location} has a different list number {new.sequence} than the recorded one"
             now, content = replace(now, error=f"{what}; its publisher must sign one with a higher number"), None
         else:
             now = replace(now, revocations=new)
@@ -321,7 +321,7 @@ def _file(source: Source) -> Path:
 
 
 def _recorded(source: Source) -> KnownList:
-    """Return the recorded state; a list that none of the present keys signed is ignored."""
+    """Return the recorded state; a list that was signed by none of the current keys is ignored."""
     try:
         fields = json.loads(_file(source).read_bytes())
         kept = KnownList(source, None, float(fields["checked"]), str(fields["problem"]), str(fields["error"]))
@@ -334,7 +334,7 @@ def _recorded(source: Source) -> KnownList:
 
 
 def _record(now: KnownList, content: bytes | None) -> KnownList:
-    """Record the outcome; without new `content` the recorded list stays."""
+    """Record the outcome; without new `content` the recorded list is kept."""
     file = _file(now.source)
     try:
         if content is None:
@@ -347,7 +347,7 @@ def _record(now: KnownList, content: bytes | None) -> KnownList:
         work.write_text(text, "utf-8")
         work.replace(file)
     except OSError as error:
-        lost = f"{file} cannot be written ({error.strerror}), so an older list would not be noticed"
+        lost = f"{file} cannot be written ({error.strerror}), so an older list would not be detected"
         return replace(now, problem="; ".join(filter(None, (now.problem, lost))))
     return now
 

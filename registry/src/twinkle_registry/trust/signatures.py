@@ -1,4 +1,4 @@
-"""Signatures of a repository, where the policy asks for them: a file beside the code, over the listing of the rest.
+"""Signatures of a repository, where the policy requires them: a file beside the code that signs the file listing.
 
 - `twinkle-plugin.sig`: base64 of an ed25519 signature (package `cryptography`), for private hubs.
 - `twinkle-plugin.sigstore.json`: a Sigstore bundle (package `sigstore`), by an identity that the policy names.
@@ -19,7 +19,7 @@ from .store import Tree, hash_folder, listing_text
 
 ED25519_FILE = "twinkle-plugin.sig"
 SIGSTORE_FILE = "twinkle-plugin.sigstore.json"
-# Prevents that other data signed with the same key is accepted as a plugin.
+# Prevents other data signed with the same key from being accepted as a plugin.
 _PREFIX = b"twinkle plugin, version 1\n"
 _KEY_BYTES = 32
 _SORTS = ("ed25519", "sigstore")
@@ -35,7 +35,7 @@ class Signer:
     issuer: str = ""
 
     def __str__(self) -> str:
-        """Return how errors name it."""
+        """Return the name used in errors."""
         return f"key {base64.b64encode(self.ed25519).decode()}" if self.ed25519 else self.identity
 
 
@@ -63,7 +63,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
 
 
 def signed_bytes(files: Mapping[str, str]) -> bytes:
-    """Return what is signed: the listing of all files but the signatures."""
+    """Return the signed bytes: the listing of all files except the signatures."""
     return _PREFIX + listing_text({p: h for p, h in files.items() if p not in (ED25519_FILE, SIGSTORE_FILE)}).encode()
 
 
@@ -75,20 +75,20 @@ def sign_folder(folder: Path, private_key: bytes) -> Path:
         private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
     """
     key = read_private_key(private_key, "to sign a plugin")
-    signature = key.sign(signed_bytes(hash_folder(folder, asked=f"sign {folder}")))
+    signature = key.sign(signed_bytes(hash_folder(folder, context=f"sign {folder}")))
     target = folder / ED25519_FILE
     target.write_text(base64.b64encode(signature).decode() + "\n", "ascii")
     return target
 
 
-def read_private_key(private_key: bytes, why: str) -> Any:
+def read_private_key(private_key: bytes, purpose: str) -> Any:
     """Return an ed25519 private key.
 
     Args:
         private_key: 32 raw bytes, or PEM without a password.
-        why: The purpose, for the error if the package is missing.
+        purpose: Purpose of the key, for the error if the package is missing.
     """
-    ed25519 = ed25519_module(why)
+    ed25519 = ed25519_module(purpose)
     if len(private_key) == _KEY_BYTES:
         return ed25519.Ed25519PrivateKey.from_private_bytes(private_key)
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -102,9 +102,9 @@ def read_private_key(private_key: bytes, why: str) -> Any:
     return key
 
 
-def new_private_key(why: str = "to make a key") -> tuple[bytes, str]:
-    """Return a new ed25519 private key as PEM, and its public key as policies write it."""
-    key = ed25519_module(why).Ed25519PrivateKey.generate()
+def new_private_key(purpose: str = "to make a key") -> tuple[bytes, str]:
+    """Return a new ed25519 private key as PEM, and its public key in the form that policies use."""
+    key = ed25519_module(purpose).Ed25519PrivateKey.generate()
     from cryptography.hazmat.primitives import serialization as forms
 
     pem = key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
@@ -126,7 +126,7 @@ def public_key(where: str, value: Any) -> bytes:
     return key
 
 
-def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
+def check_signature(tree: Tree, signer: Signer, *, context: str) -> None:
     """Check that a tree has a valid signature of `signer`.
 
     Raises:
@@ -136,29 +136,31 @@ def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
     name = ED25519_FILE if signer.ed25519 else SIGSTORE_FILE
     if name not in tree.files:
         raise NotTrusted(
-            f"{asked}: the policy requires a signature by {signer}, but it has no {name}; ask its author to sign it"
+            f"{context}: the policy requires a signature by {signer}, but it has no {name}; ask its author to sign it"
         )
-    (_check_ed25519 if signer.ed25519 else _check_sigstore)(tree, signer, asked)
+    (_check_ed25519 if signer.ed25519 else _check_sigstore)(tree, signer, context)
 
 
-def _check_ed25519(tree: Tree, signer: Signer, asked: str) -> None:
-    ed25519 = ed25519_module(f"{asked}: to check its signature")
+def _check_ed25519(tree: Tree, signer: Signer, context: str) -> None:
+    ed25519 = ed25519_module(f"{context}: to check its signature")
     from cryptography.exceptions import InvalidSignature
 
     try:
         signature = base64.b64decode(tree.read(ED25519_FILE).strip(), validate=True)
         ed25519.Ed25519PublicKey.from_public_bytes(signer.ed25519).verify(signature, signed_bytes(tree.files))
     except (InvalidSignature, ValueError) as error:
-        raise NotTrusted(f"{asked}: {ED25519_FILE} is not a signature of these files by {signer}") from error
+        raise NotTrusted(f"{context}: {ED25519_FILE} is not a signature of these files by {signer}") from error
 
 
-def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
+def _check_sigstore(tree: Tree, signer: Signer, context: str) -> None:
     try:
         from sigstore.errors import Error
         from sigstore.models import Bundle
         from sigstore.verify import Verifier, policy
     except ImportError as error:
-        raise RequirementMissing(f"{asked}: to check its Sigstore signature, run: pip install 'sigstore>=4'") from error
+        raise RequirementMissing(
+            f"{context}: to check its Sigstore signature, run: pip install 'sigstore>=4'"
+        ) from error
     try:
         bundle = Bundle.from_json(tree.read(SIGSTORE_FILE))
         # Uses the Sigstore keys in the package: no network on the load path.
@@ -170,14 +172,14 @@ def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
         raise
     except (Error, ValueError, KeyError, OSError) as error:
         raise NotTrusted(
-            f"{asked}: {SIGSTORE_FILE} is not a signature of these files by {signer}, or cannot be checked: {error}"
+            f"{context}: {SIGSTORE_FILE} is not a signature of these files by {signer}, or cannot be checked: {error}"
         ) from error
 
 
-def ed25519_module(why: str) -> Any:
-    """Return the module of `cryptography` for ed25519; where it is missing, the error begins with `why`."""
+def ed25519_module(purpose: str) -> Any:
+    """Return the module of `cryptography` for ed25519; if it is missing, the error begins with `purpose`."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise RequirementMissing(f"{why}, run: pip install 'cryptography>=42'") from error
+        raise RequirementMissing(f"{purpose}, run: pip install 'cryptography>=42'") from error
     return ed25519

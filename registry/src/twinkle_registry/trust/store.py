@@ -1,7 +1,7 @@
-"""The store of code from Hubs, under the cache: trees of files named by their digest, and which commit is which tree.
+"""The store of code from Hubs, under the cache: trees of files named by their digest, and the tree of each commit.
 
 The listing of a tree has a line `<sha256>  <path>` for each file, sorted, in the format of `sha256sum`; its own SHA-256
-is the digest that names the tree. `download` writes the store. Nothing in it runs unless lock or policy allow it.
+is the digest that names the tree. `download` writes the store. Code in it runs only if the lock or the policy allow it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .reference import Origin
 
 MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
-MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
+MAX_SOURCE_BYTES = 2**20  # for one Python file; parsing takes a hundred times as much memory
 MAX_PATH = 400
 # Folders and files of version control, downloaders and tools, and compiled code, which is never run.
 IGNORED_FOLDERS = frozenset(
@@ -80,7 +80,7 @@ def first_few(texts: list[str]) -> str:
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
-def hash_folder(folder: Path, *, asked: str) -> dict[str, str]:
+def hash_folder(folder: Path, *, context: str) -> dict[str, str]:
     """Return path and SHA-256 of every file below `folder` that belongs to the code.
 
     Raises:
@@ -88,26 +88,26 @@ def hash_folder(folder: Path, *, asked: str) -> dict[str, str]:
     """
     files: dict[str, str] = {}
     total = 0
-    for path in _walk(folder, asked):
+    for path in _walk(folder, context):
         relative = path.relative_to(folder).as_posix()
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise NotTrusted(
-                f"{asked}: {safe_repr(relative)} is {kind_of(status.st_mode)}; code must consist of regular files"
+                f"{context}: {safe_repr(relative)} is {kind_of(status.st_mode)}; code must consist of regular files"
             )
-        check_path(relative, asked=asked)
+        check_path(relative, context=context)
         total += status.st_size
-        _check_size(relative, status.st_size, len(files) + 1, total, asked)
-        content = _read(path, relative, asked)
+        _check_size(relative, status.st_size, len(files) + 1, total, context)
+        content = _read(path, relative, context)
         if relative.endswith(".py"):
-            _check_encoding(relative, content, asked)
+            _check_encoding(relative, content, context)
         files[relative] = sha256(content)
-    check_names(files, asked=asked)
+    check_names(files, context=context)
     return files
 
 
-def check_path(path: str, *, asked: str) -> None:
-    """Refuse a path that leaves the folder, or has another meaning on another system."""
+def check_path(path: str, *, context: str) -> None:
+    """Refuse a path that leaves the folder, or that other systems interpret differently."""
     pure = PurePosixPath(path)
     parts = path.split("/")
     wrong = (
@@ -118,12 +118,12 @@ def check_path(path: str, *, asked: str) -> None:
     )
     if wrong:
         raise NotTrusted(
-            f"{asked}: the path {safe_repr(path)} is refused; names must have printable characters without "
+            f"{context}: the path {safe_repr(path)} is refused; names must have printable characters without "
             f'\\ : * ? " < > |, stay inside the repository, and have at most {MAX_PATH} characters'
         )
 
 
-def check_names(files: Iterable[str], *, asked: str) -> None:
+def check_names(files: Iterable[str], *, context: str) -> None:
     """Refuse names that shadow each other: by case, by Unicode form, or a module beside a package of its name."""
     seen: dict[str, str] = {}
     for path in files:
@@ -132,49 +132,49 @@ def check_names(files: Iterable[str], *, asked: str) -> None:
             key = unicodedata.normalize("NFKC", name).casefold()
             twin = seen.setdefault(key, path)
             if twin != path:
-                raise NotTrusted(f"{asked}: {safe_repr(twin)} and {safe_repr(path)} shadow each other; rename one")
+                raise NotTrusted(f"{context}: {safe_repr(twin)} and {safe_repr(path)} shadow each other; rename one")
 
 
-def _walk(folder: Path, asked: str) -> Iterator[Path]:
+def _walk(folder: Path, context: str) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, followlinks=False):
         here = Path(root)
         for name in [name for name in folders if (here / name).is_symlink()]:
-            raise NotTrusted(f"{asked}: {safe_repr(name)} is a link to a folder; code must consist of regular files")
+            raise NotTrusted(f"{context}: {safe_repr(name)} is a link to a folder; code must consist of regular files")
         folders[:] = sorted(name for name in folders if name not in IGNORED_FOLDERS)
         yield from (here / name for name in sorted(names) if not name.endswith(IGNORED_ENDINGS))
 
 
-def _check_size(path: str, size: int, count: int, total: int, asked: str) -> None:
+def _check_size(path: str, size: int, count: int, total: int, context: str) -> None:
     if path.endswith(".py") and size > MAX_SOURCE_BYTES:
         raise NotTrusted(
-            f"{asked}: {safe_repr(path)} has {size} bytes; a Python file must have at most {MAX_SOURCE_BYTES}"
+            f"{context}: {safe_repr(path)} has {size} bytes; a Python file must have at most {MAX_SOURCE_BYTES}"
         )
     if count > MAX_FILES or total > MAX_BYTES:
         raise NotTrusted(
-            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; put weights and data into a "
+            f"{context}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; put weights and data into a "
             "repository of their own"
         )
 
 
-def _check_encoding(path: str, content: bytes, asked: str) -> None:
-    """Refuse source that Python would read differently from a person: in UTF-7 a comment may be code."""
+def _check_encoding(path: str, content: bytes, context: str) -> None:
+    """Refuse encodings that hide code from a reader: in UTF-7, a comment may be code."""
     import io
     import tokenize
 
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     except SyntaxError as error:
-        raise NotTrusted(f"{asked}: {safe_repr(path)} cannot be read as text: {error.msg}") from error
+        raise NotTrusted(f"{context}: {safe_repr(path)} cannot be read as text: {error.msg}") from error
     if encoding not in ("utf-8", "utf-8-sig"):
-        raise NotTrusted(f"{asked}: {safe_repr(path)} is written in {safe_repr(encoding)}; source must be UTF-8")
+        raise NotTrusted(f"{context}: {safe_repr(path)} is written in {safe_repr(encoding)}; source must be UTF-8")
 
 
-def _read(path: Path, relative: str, asked: str) -> bytes:
-    """Return the bytes of a file, which may have been replaced since its type was checked."""
+def _read(path: Path, relative: str, context: str) -> bytes:
+    """Return the bytes of a file, even if it was replaced since its type was checked."""
     try:
         return read_regular(path, follow=False)
     except OSError as error:
-        raise NotTrusted(f"{asked}: {safe_repr(relative)} cannot be read: {error.strerror}") from error
+        raise NotTrusted(f"{context}: {safe_repr(relative)} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Tree:
 
     Attributes:
         folder: Their folder.
-        files: Each path, relative and with `/`, with the SHA-256 it must have. What is not listed does not exist.
+        files: Map from path, relative and with `/`, to SHA-256. Files that are not listed are ignored.
     """
 
     folder: Path
@@ -196,7 +196,7 @@ class Tree:
 
     @cached_property
     def folders(self) -> frozenset[str]:
-        """Every folder that holds a file, at any depth; the tree itself is the empty path."""
+        """Every folder that contains a file, at any depth; the empty path is the tree itself."""
         return frozenset(str(parent) for path in self.files for parent in _parents(path))
 
     def read(self, path: str) -> bytes:
@@ -240,7 +240,7 @@ def _parents(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Snapshot(Tree):
-    """A tree during one load: each file is read and hashed once, and its bytes are kept."""
+    """A tree during one load: each file is read and hashed once, and its bytes stay in memory."""
 
     _contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
@@ -314,7 +314,7 @@ class Store:
         return self.root / "trees" / digest[:DIGEST_IN_NAMES]
 
     def commit_file(self, origin: Origin) -> Path:
-        """Return the file that says which tree a commit is."""
+        """Return the file that maps a commit to its tree."""
         return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
 
 
@@ -325,5 +325,5 @@ def _usual_root() -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    # In a shared cache folder another user could write which tree a commit is.
+    # In a shared cache folder, another user could map a commit to another tree.
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()

@@ -127,11 +127,11 @@ class ArrivalMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one connection."""
-        who = scope.get("caller")
-        if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(who, Caller):
+        caller = scope.get("caller")
+        if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(caller, Caller):
             await self._app(scope, receive, send)
             return
-        with self._arrivals.watch(who.tenant) as answered:
+        with self._arrivals.watch(caller.tenant) as answered:
 
             async def observe(message: Any) -> None:
                 if message["type"] == "http.response.start":
@@ -182,13 +182,13 @@ class Cancellation:
         if operation.id in queue.in_flight:
             if operation.kind != "sample":
                 return
-            self._dispatcher.land(operation.id)
+            self._dispatcher.pop_in_flight(operation.id)
             self._dispatcher.send_order(Message(messages.CANCEL, {"id": operation.id}))
         elif not queue.withdraw(operation):
             return  # its outcome is being written
         outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
         self._outcomes.put(operation, outcome)
-        self._dispatcher.kick(queue)
+        self._dispatcher.send_ready(queue)
         self._dispatcher.release(queue)
 
     def leave(self, prefix: str, reason: str) -> None:
@@ -237,7 +237,7 @@ class Cancellation:
                 "client uses up its number); send this request again with the next number",
                 "user",
             )
-        self._dispatcher.kick(queue)
+        self._dispatcher.send_ready(queue)
         self._dispatcher.release(queue)
 
 

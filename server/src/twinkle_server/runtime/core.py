@@ -414,7 +414,7 @@ class EngineEvents:
 
     def done(self, message: Message) -> None:
         """Handle the answer to an operation; ignored if the operation was cancelled."""
-        flight = self._dispatcher.land(message.head["id"])
+        flight = self._dispatcher.pop_in_flight(message.head["id"])
         if flight is None:
             return
         operation, queue, error = flight.operation, flight.queue, message.head.get("error")
@@ -493,7 +493,7 @@ class EngineEvents:
             return
         if queue.detached() and queue.head is None:
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
-        self._dispatcher.kick(queue)
+        self._dispatcher.send_ready(queue)
 
 
 def _reads_checkpoint(operation: Operation) -> bool:

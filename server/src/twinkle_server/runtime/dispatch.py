@@ -187,7 +187,7 @@ class Dispatcher:
             self.fail(
                 operation, f"sequence number {operation.number} of this model was already used or skipped", "user"
             )
-        self.kick(queue)
+        self.send_ready(queue)
 
     def fail(self, operation: Operation, reason: str, category: Category = "server") -> None:
         """Fail an operation that was not sent to the engine."""
@@ -210,7 +210,7 @@ class Dispatcher:
 
     # Sending
 
-    def kick(self, queue: ModelQueue) -> None:
+    def send_ready(self, queue: ModelQueue) -> None:
         """Send what is possible without waiting; start a task for the rest."""
         if queue.closed is not None:
             self.close(queue, queue.closed)
@@ -255,7 +255,7 @@ class Dispatcher:
             if self._senders.get(queue) is asyncio.current_task():  # otherwise the task was cancelled by its queue
                 del self._senders[queue]
                 queue.stop_sending()
-        self.kick(queue)
+        self.send_ready(queue)
         self.release(queue)
 
     async def _send_when_possible(self, child: Child, queue: ModelQueue, operation: Operation) -> None:
@@ -314,7 +314,7 @@ class Dispatcher:
             head["composition"] = composition
         child.put(Message(messages.RUN, head, payload))
 
-    def land(self, operation: int) -> InFlight | None:
+    def pop_in_flight(self, operation: int) -> InFlight | None:
         """Remove an operation from those in flight, and return it; None if it is not in flight."""
         flight = self.in_flight.pop(operation, None)
         if flight is not None:
@@ -354,7 +354,7 @@ class Dispatcher:
             raise  # the death is counted by `engine_down`
         except Exception:
             for number in list(queue.in_flight):
-                self.land(number)
+                self.pop_in_flight(number)
             queue.attaching_failed()
             raise
         queue.attached()
@@ -419,7 +419,7 @@ class Dispatcher:
         if (sender := self._senders.pop(queue, None)) is not None:
             sender.cancel()
         for flight in flights:
-            self.land(flight.operation.id)
+            self.pop_in_flight(flight.operation.id)
         queue.put_back([*again, *(flight.operation for flight in flights if not flight.replay)])
         self._forget(queue)
 
@@ -431,14 +431,14 @@ class Dispatcher:
 
     def _resume(self, queue: ModelQueue) -> None:
         queue.resume()
-        self.kick(queue)
+        self.send_ready(queue)
         self.release(queue)
 
     def corrupt(self, queue: ModelQueue, why: str) -> None:
         """Close a model that cannot be restored; its operations fail with the path of its last checkpoint."""
         victims = [flight.operation for flight in queue.in_flight.values() if not flight.replay]
         for number in list(queue.in_flight):
-            self.land(number)
+            self.pop_in_flight(number)
         victims += queue.close(Closed(f"cannot restore this model: {why}", "server"))
         self._forget(queue)
         _log.error("cannot restore model %s: %s", queue.name, why)
@@ -468,7 +468,7 @@ class Dispatcher:
         """Start sending to a new engine."""
         self.child = child
         for queue in list(self.queues.values()):
-            self.kick(queue)
+            self.send_ready(queue)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
         """Take back the operations of an engine that died; an operation that ran in two such engines fails.

@@ -101,8 +101,8 @@ def take(
     Raises:
         StoreError: another process holds the lease.
     """
-    who = owner or Owner.current()
-    return Lease(database.write_now(lambda connection: _take(connection, data, who, take_over)), handle)
+    current = owner or Owner.current()
+    return Lease(database.write_now(lambda connection: _take(connection, data, current, take_over)), handle)
 
 
 def _take(connection: Connection, data: Path, owner: Owner, take_over: bool) -> int:

@@ -99,8 +99,8 @@ class Access:
             if not is_local(scope):
                 raise Forbidden("without keys, the service only accepts local requests that no proxy forwarded")
         elif not (self.local and is_local(scope)):
-            who = await identify(header(scope, b"x-api-key"), self.keys)
-            if who.role != "operator":
+            caller = await identify(header(scope, b"x-api-key"), self.keys)
+            if caller.role != "operator":
                 raise Forbidden("this request requires an operator key")
 
 

@@ -188,8 +188,8 @@ class TelemetryMiddleware:
         self._metrics.answered(method, route, status, seconds)
         if status < 400 or not self._limiter.take():
             return
-        who = scope.get("caller")
-        tenant = who.tenant if isinstance(who, Caller) else None
+        caller = scope.get("caller")
+        tenant = caller.tenant if isinstance(caller, Caller) else None
         write = _log.error if status >= 500 and status != 503 else _log.info
         fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4)}
         write("refused", outcome="refused", tenant=tenant, **fields, **(OPERATION.get() or {}))

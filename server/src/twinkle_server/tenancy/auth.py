@@ -69,16 +69,16 @@ async def identify(key: str | None, keys: Keys | None) -> Caller:
     return caller
 
 
-def caller(request: Request) -> Caller:
+def caller_of(request: Request) -> Caller:
     """Return the caller of a request, set by the middleware `Authentication`.
 
     Raises:
         Unauthorized: the application runs without this middleware.
     """
-    who = request.scope.get("caller")
-    if not isinstance(who, Caller):
+    caller = request.scope.get("caller")
+    if not isinstance(caller, Caller):
         raise Unauthorized("the request is not authenticated")
-    return who
+    return caller
 
 
 def operator(request: Request) -> Caller:
@@ -87,10 +87,10 @@ def operator(request: Request) -> Caller:
     Raises:
         Forbidden: the caller is a user.
     """
-    who = caller(request)
-    if who.role != "operator":
+    caller = caller_of(request)
+    if caller.role != "operator":
         raise Forbidden("this request requires an operator key")
-    return who
+    return caller
 
 
 class Authentication:
@@ -113,12 +113,12 @@ class Authentication:
             try:
                 if self._keys is None:
                     check_local(scope)
-                who = await identify(header(scope, b"x-api-key"), self._keys)
+                caller = await identify(header(scope, b"x-api-key"), self._keys)
             except ServiceError as error:
                 await refuse(send, error)
                 return
-            scope["caller"] = who
-            CURRENT.set(who)
+            scope["caller"] = caller
+            CURRENT.set(caller)
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.tenants import day_of
-from twinkle_server.tinker.app_state import app_state_of, caller, now
+from twinkle_server.tinker.app_state import app_state_of, caller_of, now
 from twinkle_server.tinker.requests import isoformat, json_response, without_none
 
 router = APIRouter()
@@ -22,22 +22,24 @@ Word = Annotated[str, Query(max_length=128)]
 @router.get("/audit")
 async def audit(request: Request, event_type: Word = "all", day: Word | None = None) -> Response:
     """Return the audit entries of the caller's tenant, newest first, optionally of one day (UTC)."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     since, until = (0.0, float("inf")) if day is None else _bounds(day)
     event = None if event_type == "all" else event_type
-    entries = await state.store.audit.entries(who.tenant, since, until, event)
+    entries = await state.store.audit.entries(caller.tenant, since, until, event)
     return json_response({"entries": [_entry(entry) for entry in entries]})
 
 
 @router.get("/billing/usage/events")
 async def usage_events(request: Request, starting_on: Word, ending_before: Word | None = None) -> Response:
     """Return the usage of the caller's tenant by day (UTC). The service does not do billing."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     first = day_of(_bounds(starting_on)[0])
     end = day_of(now() + _DAY_SECONDS) if ending_before is None else day_of(_bounds(ending_before)[0])
     base = state.service.info.name
     events = [
-        _event(used, base) for used in await state.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
+        _event(used, base)
+        for used in await state.store.usage.between(caller.tenant, first, end)
+        if used.kind in _TOKENS
     ]
     return json_response({"data": events, "sessions": {}})
 
@@ -45,9 +47,9 @@ async def usage_events(request: Request, starting_on: Word, ending_before: Word 
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_usage(request: Request, project_id: Word | None = None) -> Response:
     """Return number and bytes of the caller's checkpoints, optionally of one project."""
-    who, state = caller(request), app_state_of(request)
-    page = await state.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
-    size = await state.store.checkpoints.bytes(who.tenant, now(), project_id)
+    caller, state = caller_of(request), app_state_of(request)
+    page = await state.store.checkpoints.page(caller.tenant, now(), limit=0, project=project_id)
+    size = await state.store.checkpoints.bytes(caller.tenant, now(), project_id)
     item = without_none(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
     return json_response({"data": [item]})
 
@@ -55,14 +57,14 @@ async def checkpoint_usage(request: Request, project_id: Word | None = None) -> 
 @router.get("/auth/apikey/me")
 async def key(request: Request) -> Response:
     """Return the identity of the caller's key."""
-    who = caller(request)
-    return json_response({"id": who.key, "tenant": who.tenant, "role": who.role})
+    caller = caller_of(request)
+    return json_response({"id": caller.key, "tenant": caller.tenant, "role": caller.role})
 
 
 @router.delete("/auth/apikey/me")
 async def revoke_key(request: Request) -> Response:
     """Refuse: only the operator can revoke keys."""
-    caller(request)
+    caller_of(request)
     raise NotFound("only the operator can revoke keys: twinkle server keys revoke NAME")
 
 

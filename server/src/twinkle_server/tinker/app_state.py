@@ -18,7 +18,7 @@ from twinkle_server.store.records import Model, Sampler
 from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tenants import Audit, UsageTable
-from twinkle_server.tenancy.auth import Caller, caller
+from twinkle_server.tenancy.auth import Caller, caller_of
 
 V = TypeVar("V")
 _MOST = 4096
@@ -57,7 +57,7 @@ class Recent(Generic[V]):
         self._known.clear()
 
 
-__all__ = ["AppState", "Caller", "Records", "app_state_of", "caller"]
+__all__ = ["AppState", "Caller", "Records", "app_state_of", "caller_of"]
 
 
 class Records(Protocol):
@@ -116,21 +116,23 @@ class AppState:
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
 
-    async def model(self, who: Caller, model: str) -> Model:
+    async def model(self, caller: Caller, model: str) -> Model:
         """Return a model of the caller, possibly from the cache.
 
         Raises:
             NotFound: the caller has no such model.
         """
-        return await self.models.get((who.tenant, model), lambda: self.store.models.get(who.tenant, model))
+        return await self.models.get((caller.tenant, model), lambda: self.store.models.get(caller.tenant, model))
 
-    async def sampler(self, who: Caller, sampler: str) -> Sampler:
+    async def sampler(self, caller: Caller, sampler: str) -> Sampler:
         """Return a sampling session of the caller, possibly from the cache.
 
         Raises:
             NotFound: the caller has no such sampling session.
         """
-        return await self.samplers.get((who.tenant, sampler), lambda: self.store.samplers.get(who.tenant, sampler))
+        return await self.samplers.get(
+            (caller.tenant, sampler), lambda: self.store.samplers.get(caller.tenant, sampler)
+        )
 
     def require_links(self) -> Links:
         """Return the creator of signed links.

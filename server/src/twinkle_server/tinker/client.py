@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import NotFound
-from twinkle_server.tinker.app_state import app_state_of, caller
+from twinkle_server.tinker.app_state import app_state_of, caller_of
 from twinkle_server.tinker.requests import json_response
 
 router = APIRouter()
@@ -12,7 +12,7 @@ router = APIRouter()
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(request: Request) -> Response:
     """Return the served models."""
-    caller(request)
+    caller_of(request)
     info = app_state_of(request).service.info
     model = {"model_name": info.name, "trainable": True, "sampleable": True}
     if info.context:  # known once the engine is ready
@@ -26,7 +26,7 @@ async def client_config(request: Request) -> Response:
 
     Missing fields keep the client's defaults, which disable all optional parts of the protocol.
     """
-    caller(request)
+    caller_of(request)
     settings = app_state_of(request).settings
     return json_response(
         {
@@ -42,7 +42,7 @@ async def client_config(request: Request) -> Response:
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> Response:
     """Return the configuration that a client requests every five minutes."""
-    caller(request)
+    caller_of(request)
     return json_response(
         {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
     )
@@ -51,12 +51,12 @@ async def client_dynamic_config(request: Request) -> Response:
 @router.post("/auth/token")
 async def auth_token(request: Request) -> Response:
     """Refuse: clients use API keys directly, and `client/config` never requests tokens."""
-    caller(request)
+    caller_of(request)
     raise NotFound("this service uses API keys directly and does not issue access tokens")
 
 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> Response:
     """Accept telemetry and drop it: clients put whole requests into it, including keys."""
-    caller(request)
+    caller_of(request)
     return json_response({"status": "accepted"})

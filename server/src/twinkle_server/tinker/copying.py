@@ -13,7 +13,7 @@ from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tenancy.quotas import check_quotas
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.tinker.models import check_free
 from twinkle_server.tinker.requests import Body, Id, Number, Text, body_schema, json_response, read
 from twinkle_server.tinker.saves import check_ttl
@@ -35,7 +35,7 @@ class CopyWeights(Body):
 @router.post("/copy_weights", openapi_extra=body_schema(CopyWeights))
 async def copy_weights(request: Request) -> Response:
     """Copy a checkpoint of the caller, or a published one, into a new run of the caller."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
         raise BadRequest("access tokens of other accounts are not supported; publish the checkpoint to allow copies")
@@ -43,29 +43,29 @@ async def copy_weights(request: Request) -> Response:
         raise Unprocessable("session_id and model_seq_id must be given together")
     ttl = check_ttl(body.ttl_seconds)
     source = CheckpointPath.parse(body.source_path)
-    run = _run(who, body, request.headers.get("x-idempotency-key"))
+    run = _run(caller, body, request.headers.get("x-idempotency-key"))
     target = CheckpointPath(run, source.kind, source.name)
-    if not await _exists(state, who, source, target, body):
-        checkpoint = await state.store.checkpoints.find(who.tenant, source, now())
+    if not await _exists(state, caller, source, target, body):
+        checkpoint = await state.store.checkpoints.find(caller.tenant, source, now())
         try:
-            await _copy(state, who, checkpoint, target, body, ttl)
+            await _copy(state, caller, checkpoint, target, body, ttl)
         except (BadRequest, SequenceConflict):  # unless a concurrent retry of this request was faster
-            if not await _exists(state, who, source, target, body):
+            if not await _exists(state, caller, source, target, body):
                 raise
     return json_response({"tinker_path": str(target)})
 
 
-def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
+def _run(caller: Caller, body: CopyWeights, key: str | None) -> str:
     """Return the run of the copy; a retried request gets the same run."""
     if body.session_id is not None and body.model_seq_id is not None:
         return model_id(body.session_id, body.model_seq_id)
     if key is None:
         return new_id()
-    return hashlib.sha256(f"{who.tenant}\0{key}\0{body.source_path}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{caller.tenant}\0{key}\0{body.source_path}".encode()).hexdigest()[:32]
 
 
 async def _exists(
-    state: AppState, who: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
+    state: AppState, caller: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
 ) -> bool:
     """Return whether this copy already exists.
 
@@ -73,29 +73,29 @@ async def _exists(
         SequenceConflict: another copy exists under this number or key.
     """
     try:
-        copy = await state.store.checkpoints.get(who.tenant, target, now())
+        copy = await state.store.checkpoints.get(caller.tenant, target, now())
     except NotFound:
         return False
     ttl = None if copy.expires is None else round(copy.expires - copy.created)
     same = (copy.project, ttl) == (body.destination_project_id, body.ttl_seconds)
     with contextlib.suppress(NotFound):  # the source may have been deleted since
-        same &= (await state.store.checkpoints.find(who.tenant, source, now())).digest == copy.digest
+        same &= (await state.store.checkpoints.find(caller.tenant, source, now())).digest == copy.digest
     if not same:
         raise SequenceConflict(f"{target} already exists and is another copy; increment model_seq_id")
     return True
 
 
 async def _copy(
-    state: AppState, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
+    state: AppState, caller: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
 ) -> None:
     data, folder, begun = state.settings.data, f"checkpoints/{new_id()}", now()
-    await state.store.database.read(lambda connection: check_quotas(connection, who, "save", begun))
+    await state.store.database.read(lambda connection: check_quotas(connection, caller, "save", begun))
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
         raise NotFound(f"the files of {source.path} no longer exist") from error
     copy = Checkpoint(
-        who.tenant,
+        caller.tenant,
         target.run,
         target.kind,
         target.name,
@@ -115,20 +115,20 @@ async def _copy(
     )
 
     def write(connection: Any) -> None:
-        check_quotas(connection, who, "save", begun)
+        check_quotas(connection, caller, "save", begun)
         if body.session_id is not None and body.model_seq_id is not None:
-            check_free(connection, who.tenant, copy.run)
-            models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
+            check_free(connection, caller.tenant, copy.run)
+            models.add(connection, _slot(caller, copy, body.session_id, body.model_seq_id))
         checkpoints.add(connection, copy)
 
     await state.store.database.write(write)
 
 
-def _slot(who: Caller, copy: Checkpoint, session: str, number: int) -> Model:
+def _slot(caller: Caller, copy: Checkpoint, session: str, number: int) -> Model:
     """Return the row of a copy's run in a session; it has no model."""
     return Model(
         copy.run,
-        who.tenant,
+        caller.tenant,
         session,
         number,
         copy.base,

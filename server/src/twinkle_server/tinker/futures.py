@@ -18,7 +18,7 @@ from twinkle_server.errors import BadRequest
 from twinkle_server.operations import Future
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
-from twinkle_server.tinker.app_state import AppState, app_state_of, caller
+from twinkle_server.tinker.app_state import AppState, app_state_of, caller_of
 from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
 from twinkle_server.wire.loss_graphs import MAX_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
@@ -59,11 +59,11 @@ class RetrieveFutures(Body):
 @router.post("/retrieve_future", openapi_extra=body_schema(RetrieveFuture))
 async def retrieve_future(request: Request) -> Response:
     """Return the result or the error of an operation, or `try_again` while it is pending."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, RetrieveFuture)
     if (response := custom_loss_answer(body.request_id)) is not None:
         return response
-    future = await _wait(request, state, body.request_id, who.tenant)
+    future = await _wait(request, state, body.request_id, caller.tenant)
     if future.status == "pending":
         return _try_again(state, body.request_id, future)
     if future.status == "cancelled":
@@ -80,9 +80,9 @@ async def retrieve_future(request: Request) -> Response:
 @router.post("/cancel_future", openapi_extra=body_schema(CancelFuture))
 async def cancel_future(request: Request) -> Response:
     """Cancel an operation."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CancelFuture)
-    await state.service.cancel(body.request_id, who.tenant)
+    await state.service.cancel(body.request_id, caller.tenant)
     return json_response({})
 
 
@@ -92,9 +92,9 @@ async def retrieve_futures(request: Request) -> Response:
 
     The results are retrieved one by one, and kept as long as all others.
     """
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, RetrieveFutures)
-    sampler = await state.sampler(who, body.target.sampling_session_id)
+    sampler = await state.sampler(caller, body.target.sampling_session_id)
     seconds = min(state.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
     requests, cursor = await completions(state, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
     return json_response({"completions": requests, "cursor": cursor})
@@ -228,7 +228,7 @@ class CreateCustomLoss(Body):
 @router.post("/create_custom_loss", openapi_extra=body_schema(CreateCustomLoss))
 async def create_custom_loss(request: Request) -> Response:
     """Check a custom loss, and return its id for later passes; the id is also the id of its resolved future."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CreateCustomLoss)
     if not state.settings.custom_losses:
         raise BadRequest(
@@ -238,7 +238,7 @@ async def create_custom_loss(request: Request) -> Response:
         )
     if (size := len(await request.body())) > MAX_WIRE_BYTES:
         raise BadRequest(f"the body of a custom loss must have at most {MAX_WIRE_BYTES} bytes, got {size}")
-    await state.store.sessions.get(who.tenant, body.session_id)
+    await state.store.sessions.get(caller.tenant, body.session_id)
     try:
         custom_id = loss_id(read_graph(body.inputs, body.graph.nodes))
     except ValueError as error:

@@ -12,7 +12,7 @@ from twinkle_server.ids import CheckpointPath, model_id
 from twinkle_server.operations import Accepted, Create, Load, Submission, Unload
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.tinker.requests import (
     Body,
     Id,
@@ -100,7 +100,7 @@ class UnloadModel(Body):
 @router.post("/create_model", openapi_extra=body_schema(CreateModel))
 async def create_model(request: Request) -> Response:
     """Create a model with fresh weights, as operation 0 of its queue."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CreateModel)
     lora = body.lora_config
     created: list[Create] = []
@@ -113,16 +113,16 @@ async def create_model(request: Request) -> Response:
         created.append(_fresh(lora))
         return created[0]
 
-    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
+    accepted = await _create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
     return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
 @router.post("/get_info", openapi_extra=body_schema(GetInfo))
 async def get_info(request: Request) -> Response:
     """Describe a model."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, GetInfo)
-    model = await state.store.models.get(who.tenant, body.model_id)
+    model = await state.store.models.get(caller.tenant, body.model_id)
     info = state.service.info
     data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
     return json_response(
@@ -141,7 +141,7 @@ async def get_info(request: Request) -> Response:
 @router.post("/load_weights", openapi_extra=body_schema(LoadNew))
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint into an existing model, or into a new one as its operation 0."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     if (await read(request, _Addressed)).model_id is not None:
         return await submit_body(request, LoadInto, "load", _load)
     body = await read(request, LoadNew)
@@ -150,21 +150,21 @@ async def load_weights(request: Request) -> Response:
     async def payload() -> Create:
         if body.optimizer_config is not None:
             check_optimizer(body.optimizer_config)
-        checkpoint = await loadable(state, who, body)
+        checkpoint = await loadable(state, caller, body)
         created.append(_from_checkpoint(checkpoint, body))
         return created[0]
 
-    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, created)
+    accepted = await _create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
     return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
 @router.post("/unload_model", openapi_extra=body_schema(UnloadModel))
 async def unload_model(request: Request) -> Response:
     """Unload a model and zero its weights. Clients before 0.26 send this, without a sequence number."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, UnloadModel)
-    model = await owned_model(state, who, body.model_id)
-    accepted = await state.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
+    model = await owned_model(state, caller, body.model_id)
+    accepted = await state.service.submit_next(Submission(caller.tenant, model.id, "unload", Unload().dump(), None))
     state.models.forget()
     return accepted_response(accepted, model_id=model.id)
 
@@ -203,7 +203,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise BadRequest(f"optimizer must be 'adamw', got {optimizer.type[:100]!r}")
 
 
-async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
+async def loadable(state: AppState, caller: Caller, body: _Source) -> Checkpoint:
     """Return the checkpoint to load into a model.
 
     Raises:
@@ -218,15 +218,15 @@ async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
             f"cannot train from the sampler checkpoint {path}; use one of save_state: tinker://<run>/weights/<name>"
         )
     check_base(state, body.base_model)
-    checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
+    checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
     check_base(state, checkpoint.base)
     if body.optimizer and not checkpoint.has_optimizer:
         raise BadRequest(f"{path} does not contain the optimizer state; load it with optimizer=False")
     return checkpoint
 
 
-async def _load(state: AppState, who: Caller, model: Model, body: LoadInto) -> Load:
-    checkpoint = await loadable(state, who, body)
+async def _load(state: AppState, caller: Caller, model: Model, body: LoadInto) -> Load:
+    checkpoint = await loadable(state, caller, body)
     shape = (checkpoint.rank, checkpoint.train_attn, checkpoint.train_mlp, checkpoint.train_unembed)
     if shape != (model.rank, model.train_attn, model.train_mlp, model.train_unembed):
         raise BadRequest(
@@ -238,7 +238,7 @@ async def _load(state: AppState, who: Caller, model: Model, body: LoadInto) -> L
 
 async def _create(
     state: AppState,
-    who: Caller,
+    caller: Caller,
     body: CreateModel | LoadNew,
     session: str,
     number: int,
@@ -247,7 +247,7 @@ async def _create(
 ) -> Accepted:
     """Submit operation 0 of a queue; the model's row is added in the same transaction if the payload is valid."""
     queue_id, begun = model_id(session, number), now()
-    owner = await state.store.sessions.get(who.tenant, session)
+    owner = await state.store.sessions.get(caller.tenant, session)
     if owner.status != "active":
         raise Gone(f"session {session!r} has {owner.status}; create a new one")
 
@@ -255,7 +255,7 @@ async def _create(
         create = created[0]
         model = Model(
             queue_id,
-            who.tenant,
+            caller.tenant,
             session,
             number,
             state.service.info.name,
@@ -269,10 +269,10 @@ async def _create(
             metadata=body.user_metadata,
             project=owner.project,
         )
-        check_free(connection, who.tenant, queue_id)
+        check_free(connection, caller.tenant, queue_id)
         models.add(connection, model)
 
-    return await submit(state, who, queue_id, 0, "create", body, payload, also)
+    return await submit(state, caller, queue_id, 0, "create", body, payload, also)
 
 
 def _fresh(lora: Lora) -> Create:

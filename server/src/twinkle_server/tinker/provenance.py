@@ -62,7 +62,7 @@ def _claims(data: Sequence[Any]) -> Iterator[Claim]:
             yield Claim(number, span.sequence, span.offset, tokens)
 
 
-async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequence[Claim]) -> str | None:
+async def refusal_of(state: AppState, caller: Caller, session: str, claims: Sequence[Claim]) -> str | None:
     """Return why a pass must be refused, or None.
 
     Each sequence must have been sampled by this session with `record_stability_info`, and have been sampled or trained
@@ -70,7 +70,7 @@ async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequenc
     """
     groups = await asyncio.to_thread(_by_request, claims)
     current, kept = now(), state.settings.times.kept_record
-    known = await state.store.recorded.use(who.tenant, session, groups, current - kept, current)
+    known = await state.store.recorded.use(caller.tenant, session, groups, current - kept, current)
     for request, own in groups.items():
         if request not in known:
             return (
@@ -80,7 +80,7 @@ async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequenc
             )
     for request, own in groups.items():  # sequentially, because results may be large
         try:
-            future = await state.service.wait(request, who.tenant, 0.0)
+            future = await state.service.wait(request, caller.tenant, 0.0)
         except (Gone, NotFound):
             return f"the sequences of sampling request {request[:120]!r} are no longer kept; sample again"
         if future.status != "done" or future.result is None:

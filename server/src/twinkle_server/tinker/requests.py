@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
 from twinkle_server.operations import Accepted, Kind, Submission
 from twinkle_server.store.records import Model, Page
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of
 
 LARGE = 64 * 2**10
 """Size in bytes from which JSON is parsed on a thread, so as not to block the event loop."""
@@ -157,14 +157,14 @@ class Payload(Protocol):
         """Return the bytes for the log."""
 
 
-async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
+async def owned_model(state: AppState, caller: Caller, model_id: str) -> Model:
     """Return the caller's model if it accepts operations.
 
     Raises:
         NotFound: the caller has no such model.
         Gone: the model no longer exists.
     """
-    model = await state.model(who, model_id)
+    model = await state.model(caller, model_id)
     if model.status == "gone":
         raise Gone(f"model {model_id!r} no longer exists: {model.reason or 'it was unloaded'}")
     return model
@@ -186,21 +186,21 @@ async def submit_body(
         NotFound: the caller has no such model.
         Gone: the model no longer exists.
     """
-    who, state, data = caller(request), app_state_of(request), await request.body()
+    caller, state, data = caller_of(request), app_state_of(request), await request.body()
     body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
     if isinstance(body, _Refused):
-        model = await owned_model(state, who, body.head.model_id)
+        model = await owned_model(state, caller, body.head.model_id)
         original, number = body.original, body.head.seq_id
-        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, original=original)
+        refused = Submission(caller.tenant, model.id, kind, b"{}", number, refusal=body.reason, original=original)
         return accepted_response(await state.service.submit(refused), model_id=model.id)
-    model = await owned_model(state, who, body.model_id)
-    accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
+    model = await owned_model(state, caller, body.model_id)
+    accepted = await submit(state, caller, model.id, body.seq_id, kind, body, lambda: make(state, caller, model, body))
     return accepted_response(accepted, model_id=model.id)
 
 
 async def submit(
     state: AppState,
-    who: Caller,
+    caller: Caller,
     queue_id: str,
     number: int,
     kind: Kind,
@@ -212,7 +212,7 @@ async def submit(
 
     Args:
         state: of the application.
-        who: the caller.
+        caller: the caller.
         queue_id: of a model of the caller.
         number: sequence number in the queue.
         kind: of the operation.
@@ -227,7 +227,7 @@ async def submit(
     except PERMANENT as error:
         refusal = error.message
     original = body.model_dump_json().encode()
-    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, original=original)
+    submission = Submission(caller.tenant, queue_id, kind, data, number, refusal=refusal, original=original)
     return await state.service.submit(submission, also)
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.app_state import app_state_of, caller, now
+from twinkle_server.tinker.app_state import app_state_of, caller_of, now
 from twinkle_server.tinker.requests import (
     Body,
     Limit,
@@ -51,9 +51,9 @@ async def training_runs(
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """List the caller's training runs, newest first; runs of other tenants are never accessible."""
-    who, state = caller(request), app_state_of(request)
-    page = await state.store.models.page(who.tenant, limit, offset, project_id)
-    latest = await state.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
+    caller, state = caller_of(request), app_state_of(request)
+    page = await state.store.models.page(caller.tenant, limit, offset, project_id)
+    latest = await state.store.checkpoints.latest(caller.tenant, [row.id for row in page.rows], now())
     runs = [_run(row, latest) for row in page.rows]
     return json_response({"training_runs": runs, "cursor": cursor(page, limit, offset)})
 
@@ -61,9 +61,9 @@ async def training_runs(
 @router.get("/training_runs/{run}")
 async def training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
     """Describe a training run."""
-    who, state = caller(request), app_state_of(request)
-    model = await state.store.models.get(who.tenant, run)
-    return json_response(_run(model, await state.store.checkpoints.latest(who.tenant, [run], now())))
+    caller, state = caller_of(request), app_state_of(request)
+    model = await state.store.models.get(caller.tenant, run)
+    return json_response(_run(model, await state.store.checkpoints.latest(caller.tenant, [run], now())))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -74,10 +74,10 @@ async def checkpoints_of_run(
     offset: Offset = 0,
 ) -> Response:
     """List the checkpoints of a training run, newest first."""
-    who, state = caller(request), app_state_of(request)
-    page = await state.store.checkpoints.page(who.tenant, now(), limit, offset, run)
+    caller, state = caller_of(request), app_state_of(request)
+    page = await state.store.checkpoints.page(caller.tenant, now(), limit, offset, run)
     if not page.total:
-        await state.store.models.get(who.tenant, run)
+        await state.store.models.get(caller.tenant, run)
     return json_response(
         {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
     )
@@ -86,8 +86,8 @@ async def checkpoints_of_run(
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
     """List the caller's checkpoints, newest first."""
-    who, state = caller(request), app_state_of(request)
-    page = await state.store.checkpoints.page(who.tenant, now(), limit, offset)
+    caller, state = caller_of(request), app_state_of(request)
+    page = await state.store.checkpoints.page(caller.tenant, now(), limit, offset)
     return json_response(
         {"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)}
     )
@@ -96,43 +96,43 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
     """Delete a checkpoint; sampling sessions created from it keep working."""
-    who, state = caller(request), app_state_of(request)
-    await state.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
+    caller, state = caller_of(request), app_state_of(request)
+    await state.store.checkpoints.delete(caller.tenant, _path(run, kind, name), now())
     return json_response({})
 
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
     """Allow all tenants to load a checkpoint."""
-    who, state = caller(request), app_state_of(request)
-    await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
+    caller, state = caller_of(request), app_state_of(request)
+    await state.store.checkpoints.publish(caller.tenant, _path(run, kind, name), now(), True)
     return json_response({})
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
     """Allow only the owner to load a checkpoint."""
-    who, state = caller(request), app_state_of(request)
-    await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
+    caller, state = caller_of(request), app_state_of(request)
+    await state.store.checkpoints.publish(caller.tenant, _path(run, kind, name), now(), False)
     return json_response({})
 
 
 @router.put(f"{_CHECKPOINT}/ttl", openapi_extra=body_schema(TtlBody))
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Set the remaining lifetime of a checkpoint; null is unlimited."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     seconds = check_ttl((await read(request, TtlBody)).ttl_seconds)
     expires = None if seconds is None else now() + seconds
-    await state.store.checkpoints.set_expiry(who.tenant, _path(run, kind, name), now(), expires)
+    await state.store.checkpoints.set_expiry(caller.tenant, _path(run, kind, name), now(), expires)
     return json_response({})
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
     """Return a signed link to each file of an external checkpoint."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     path = _path(run, kind, name)
-    checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
+    checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
     if kind != "external_weights":
         raise BadRequest(f"{path} is not an external checkpoint; create one with save_weights_external")
     urls, expires = await asyncio.to_thread(state.require_links().files, str(request.base_url), checkpoint.folder)
@@ -142,8 +142,8 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
 @router.get(f"{_CHECKPOINT}/archive")
 async def archive(request: Request, run: str, kind: str, name: str) -> Response:
     """Redirect to a tar archive of a checkpoint, by a signed link. Clients before 0.36 use this."""
-    who, state = caller(request), app_state_of(request)
-    checkpoint = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
+    caller, state = caller_of(request), app_state_of(request)
+    checkpoint = await state.store.checkpoints.find(caller.tenant, _path(run, kind, name), now())
     url, expires = state.require_links().archive(str(request.base_url), checkpoint.folder)
     headers = {"Location": url, "Expires": formatdate(expires, usegmt=True)}
     body = json_response({"url": url, "expires": isoformat(expires)}, 302)
@@ -154,9 +154,9 @@ async def archive(request: Request, run: str, kind: str, name: str) -> Response:
 @router.post("/weights_info", openapi_extra=body_schema(WeightsInfo))
 async def weights_info(request: Request) -> Response:
     """Return the properties that a model must have to load a checkpoint."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, WeightsInfo)
-    checkpoint = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
+    checkpoint = await state.store.checkpoints.find(caller.tenant, CheckpointPath.parse(body.tinker_path), now())
     return json_response(
         {
             "base_model": checkpoint.base,

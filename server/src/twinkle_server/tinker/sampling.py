@@ -14,7 +14,7 @@ from twinkle_server.ids import CheckpointPath, sampler_id
 from twinkle_server.operations import Sample, Submission
 from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
-from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
+from twinkle_server.tinker.app_state import Caller, app_state_of, caller_of, now
 from twinkle_server.tinker.models import check_base
 from twinkle_server.tinker.requests import (
     LARGE,
@@ -180,19 +180,19 @@ class SampleBody(Body):
 @router.post("/create_sampling_session", openapi_extra=body_schema(CreateSamplingSession))
 async def create_sampling_session(request: Request) -> Response:
     """Create a sampling session for the base model or a checkpoint."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CreateSamplingSession)
     check_base(state, body.base_model)
     if body.base_model is None and body.model_path is None:
         raise BadRequest("base_model or model_path is required")
     name = sampler_id(body.session_id, body.sampling_session_seq_id)
     base = state.service.info.name
-    sampler = Sampler(name, who.tenant, body.session_id, body.sampling_session_seq_id, base, now())
+    sampler = Sampler(name, caller.tenant, body.session_id, body.sampling_session_seq_id, base, now())
     if body.model_path is not None:
         path = CheckpointPath.parse(body.model_path)
         if path.kind not in _KINDS:
             raise BadRequest(f"model_path must be tinker://<run>/sampler_weights/<name>, got {path}")
-        checkpoint = await state.store.checkpoints.find(who.tenant, path, now())
+        checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
         check_base(state, checkpoint.base)
         sampler.path, sampler.folder = str(path), checkpoint.folder
     await state.store.samplers.create(sampler)
@@ -202,52 +202,52 @@ async def create_sampling_session(request: Request) -> Response:
 @router.get("/samplers/{sampler_id}")
 async def sampler(request: Request, sampler_id: str) -> Response:
     """Describe a sampling session."""
-    who, state = caller(request), app_state_of(request)
-    record = await state.store.samplers.get(who.tenant, sampler_id)
+    caller, state = caller_of(request), app_state_of(request)
+    record = await state.store.samplers.get(caller.tenant, sampler_id)
     return json_response(without_none(sampler_id=record.id, base_model=record.base, model_path=record.path))
 
 
 @router.post("/join_sampling_session", openapi_extra=body_schema(JoinSamplingSession))
 async def join_sampling_session(request: Request) -> Response:
     """Return a number for another client of a sampling session, from which its sequence numbers start."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, JoinSamplingSession)
-    number = await state.store.samplers.join(who.tenant, body.sampling_session_id)
+    number = await state.store.samplers.join(caller.tenant, body.sampling_session_id)
     return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
 @router.post("/asample", openapi_extra=body_schema(SampleBody))
 async def asample(request: Request) -> Response:
     """Sample sequences for a prompt."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, SampleBody)
     most = state.settings.limits.samples
     if not 1 <= body.num_samples <= most:
         raise BadRequest(f"num_samples must be between 1 and {most}, got {body.num_samples}")
     if body.sampling_session_id is None:
         raise BadRequest("sampling_session_id is required; create a sampling session first")
-    sampler = await state.sampler(who, body.sampling_session_id)
+    sampler = await state.sampler(caller, body.sampling_session_id)
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
     context = state.service.info.context
     if len(await request.body()) <= LARGE:
-        submission = _submission(context, who, sampler, body)
+        submission = _submission(context, caller, sampler, body)
     else:
-        submission = await asyncio.to_thread(_submission, context, who, sampler, body)
-    accepted = await state.service.submit(submission, _recording(who, sampler, body))
+        submission = await asyncio.to_thread(_submission, context, caller, sampler, body)
+    accepted = await state.service.submit(submission, _recording(caller, sampler, body))
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
     return accepted_response(accepted, sample_sequence_ids=sequences)
 
 
-def _recording(who: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any], None] | None:
+def _recording(caller: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any], None] | None:
     """Return the function that records a request for use in training; None unless requested."""
     if not body.record_stability_info:
         return None
-    tenant, session, queue_id, number = who.tenant, sampler.session, sampler.id, body.seq_id
+    tenant, session, queue_id, number = caller.tenant, sampler.session, sampler.id, body.seq_id
     return lambda connection: recorded.add(connection, tenant, session, queue_id, number, now())
 
 
-def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -> Submission:
+def _submission(context: int, caller: Caller, sampler: Sampler, body: SampleBody) -> Submission:
     params = body.sampling_params
     sample = Sample(
         [],
@@ -276,5 +276,5 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
         refusal, data = str(error), Sample([]).dump()
     original = body.model_dump_json().encode()
     return Submission(
-        who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, original=original
+        caller.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, original=original
     )

@@ -10,7 +10,7 @@ from twinkle_server.ids import new_id
 from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.telemetry.logs import redact
-from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
+from twinkle_server.tinker.app_state import Caller, app_state_of, caller_of, now
 from twinkle_server.tinker.requests import (
     Body,
     Id,
@@ -96,12 +96,12 @@ class Search(Body):
 @router.post("/create_session", openapi_extra=body_schema(CreateSession))
 async def create_session(request: Request) -> Response:
     """Create a session; a retry with the same idempotency key returns the same session."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, CreateSession)
     begun = now()
     session = Session(
-        _session_id(who, body, request.headers.get("x-idempotency-key")),
-        who.tenant,
+        _session_id(caller, body, request.headers.get("x-idempotency-key")),
+        caller.tenant,
         begun,
         begun,
         sdk=body.sdk_version,
@@ -117,19 +117,19 @@ async def create_session(request: Request) -> Response:
 @router.post("/session_heartbeat", openapi_extra=body_schema(Heartbeat))
 async def session_heartbeat(request: Request) -> Response:
     """Record a heartbeat; the response is 410 if the session is unknown or has ended, which stops the client."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, Heartbeat)
-    await state.service.heartbeat(body.session_id, who.tenant)
+    await state.service.heartbeat(body.session_id, caller.tenant)
     return json_response({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/search", openapi_extra=body_schema(Search))
 async def search(request: Request) -> Response:
     """Search the caller's sessions, newest first."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, Search)
     statuses = _statuses(body)
-    others = body.owner.type == "user" and who.tenant not in body.owner.owner_urns
+    others = body.owner.type == "user" and caller.tenant not in body.owner.owner_urns
     if others or (statuses is not None and not statuses):
         return json_response({"sessions": []})
     conditions = SessionSearch(
@@ -141,9 +141,9 @@ async def search(request: Request) -> Response:
         limit=body.limit,
         cursor=None if body.cursor is None else body.cursor.text(),
     )
-    page = await state.store.sessions.search(who.tenant, conditions)
+    page = await state.store.sessions.search(caller.tenant, conditions)
     rows = [row for row in page.rows if _matches_reason(row, body)]
-    counts = await state.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
+    counts = await state.store.checkpoints.of_sessions(caller.tenant, [row.id for row in rows], now())
     last = page.rows[-1] if page.cursor else None
     cursor = last and {"last_created_at": isoformat(last.created), "last_session_id": last.id}
     summaries = [_summary(row, *counts.get(row.id, (0, 0))) for row in rows]
@@ -153,18 +153,18 @@ async def search(request: Request) -> Response:
 @router.get("/sessions")
 async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's sessions, newest first."""
-    who, state = caller(request), app_state_of(request)
-    page = await state.store.sessions.page(who.tenant, limit, offset)
+    caller, state = caller_of(request), app_state_of(request)
+    page = await state.store.sessions.page(caller.tenant, limit, offset)
     return json_response({"sessions": [row.id for row in page.rows]})
 
 
 @router.get("/sessions/{session_id}")
 async def session(request: Request, session_id: str) -> Response:
     """Describe a session."""
-    who, state = caller(request), app_state_of(request)
-    record = await state.store.sessions.get(who.tenant, session_id)
-    models = await state.store.models.of_session(who.tenant, session_id)
-    samplers = await state.store.samplers.of_session(who.tenant, session_id)
+    caller, state = caller_of(request), app_state_of(request)
+    record = await state.store.sessions.get(caller.tenant, session_id)
+    models = await state.store.models.of_session(caller.tenant, session_id)
+    samplers = await state.store.samplers.of_session(caller.tenant, session_id)
     return json_response(
         without_none(
             training_run_ids=[model.id for model in models],
@@ -178,11 +178,11 @@ async def session(request: Request, session_id: str) -> Response:
 @router.post("/sessions/{session_id}/finish", openapi_extra=body_schema(Finish))
 async def finish(request: Request, session_id: str) -> Response:
     """Finish a session; idempotent."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
     detail = None if body.detail is None else redact(body.detail)  # often the text of an exception with headers
-    if await state.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
+    if await state.store.sessions.end(caller.tenant, session_id, "finished", now(), reason, detail):
         state.samplers.forget()
         await state.service.finish_session(session_id)
     return json_response({})
@@ -191,24 +191,24 @@ async def finish(request: Request, session_id: str) -> Response:
 @router.put("/sessions/{session_id}/project", openapi_extra=body_schema(Project))
 async def set_project(request: Request, session_id: str) -> Response:
     """Set the project of a session."""
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     body = await read(request, Project)
-    await state.store.sessions.set_project(who.tenant, session_id, body.project_id)
+    await state.store.sessions.set_project(caller.tenant, session_id, body.project_id)
     return json_response({})
 
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
     """Report that traces are not supported."""
-    who, state = caller(request), app_state_of(request)
-    await state.store.sessions.get(who.tenant, session_id)
+    caller, state = caller_of(request), app_state_of(request)
+    await state.store.sessions.get(caller.tenant, session_id)
     return json_response({"status": "failed", "error": "this service does not record traces of sessions"})
 
 
-def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
+def _session_id(caller: Caller, body: CreateSession, key: str | None) -> str:
     if key is None:
         return new_id()
-    return hashlib.sha256(f"{who.tenant}\0{key}\0{body.model_dump_json()}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{caller.tenant}\0{key}\0{body.model_dump_json()}".encode()).hexdigest()[:32]
 
 
 def _statuses(body: Search) -> list[str] | None:

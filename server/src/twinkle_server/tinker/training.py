@@ -14,7 +14,7 @@ from twinkle_server.operations import OptimStep, Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store.records import Model
 from twinkle_server.telemetry.logs import holds_key
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
 from twinkle_server.tinker.requests import (
     Body,
@@ -76,19 +76,19 @@ async def forward(request: Request) -> Response:
 
 
 async def _submit_pass(request: Request, name: str) -> Response:
-    who, state = caller(request), app_state_of(request)
+    caller, state = caller_of(request), app_state_of(request)
     data = await request.body()
     arguments = (data, None if _is_protobuf(request) else name, state.settings.limits)
     body = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
-    return await _submit(state, who, body, await owned_model(state, who, body.model))
+    return await _submit(state, caller, body, await owned_model(state, caller, body.model))
 
 
-async def _submit(state: AppState, who: Caller, body: PassBody, model: Model) -> Response:
+async def _submit(state: AppState, caller: Caller, body: PassBody, model: Model) -> Response:
     refusal = body.refusal
     if body.claims and not state.settings.strict_losses:  # otherwise the engine refuses the loss itself
-        refusal = await refusal_of(state, who, model.session, body.claims)
+        refusal = await refusal_of(state, caller, model.session, body.claims)
     submission = Submission(
-        who.tenant,
+        caller.tenant,
         model.id,
         "forward" if body.forward_only else "forward_backward",
         body.payload,

@@ -95,7 +95,7 @@ class Hub(ABC):
             revision: a branch, a tag or a commit; None for the default branch.
             token: token for a private repository.
         """
-        raise Unsupported(f"{repo}: this hub carries models and data, not components")
+        raise Unsupported(f"{repo}: this hub has models and data only, no components")
 
     def download_code(self, repo: str, commit: str, target: Path, *, token: str | None = None) -> None:
         """Write all files of a repository at a commit into an empty folder.
@@ -109,4 +109,4 @@ class Hub(ABC):
         Raises:
             HubError: a path leads outside of the folder, or there are more than 2,000 files or 64 MiB.
         """
-        raise Unsupported(f"{repo}: this hub carries models and data, not components")
+        raise Unsupported(f"{repo}: this hub has models and data only, no components")

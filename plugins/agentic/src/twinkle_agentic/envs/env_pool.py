@@ -32,7 +32,7 @@ class EnvPool:
         *,
         env_cls: Any = "OpenEnv",
     ) -> None:
-        """Remember how to make the environments.
+        """Store how to create the environments.
 
         Args:
             pool_size: number of slots.

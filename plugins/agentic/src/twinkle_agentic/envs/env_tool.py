@@ -50,7 +50,7 @@ class Episode:
         return bool(self.results) and self.results[-1].done
 
     def reset(self, trajectory: Trajectory | None = None) -> StepResult:
-        """Begin anew."""
+        """Reset."""
         with self._alone():
             self.results = []
             return checked(self.env, self.env.reset(trajectory))
@@ -104,7 +104,7 @@ def checked(env: Env, result: Any) -> StepResult:
 
 
 def _plain(reward: Any) -> Any:
-    """Return a number of NumPy or torch as one of Python, and all else as it is."""
+    """Convert a number of NumPy or torch to a Python number; return other values unchanged."""
     try:
         return reward.item() if hasattr(reward, "item") else reward
     except (ValueError, RuntimeError):  # an array of several

@@ -96,7 +96,7 @@ class OpenAI(API):
 
         Raises:
             APIError: no answer after all attempts, a refusal, or an answer that is none.
-            Unsupported: log-probabilities are asked for.
+            Unsupported: log-probabilities are requested.
         """
         params = _read(sampling_params)
         body = {"model": self.model, "messages": [_sent(message) for message in trajectory["messages"]]}
@@ -150,7 +150,7 @@ class OpenAI(API):
                 break
             time.sleep(pause)
         tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-        raise APIError(f"{self.host}, asked for {self.model!r}, gave no answer after {tries}: {why}", refused)
+        raise APIError(f"{self.host}, model {self.model!r}, gave no answer after {tries}: {why}", refused)
 
     def _parsed(self, response: Any) -> dict[str, Any]:
         try:

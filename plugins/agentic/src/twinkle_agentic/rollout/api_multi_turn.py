@@ -166,7 +166,9 @@ class APIMultiTurnRollout(Rollout):
 def _checked(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given or {})
     if params.num_samples != 1:
-        raise ArgumentError(f"APIMultiTurnRollout: num_samples is {params.num_samples}; a trajectory goes on from one")
+        raise ArgumentError(
+            f"APIMultiTurnRollout: num_samples is {params.num_samples}; a trajectory continues from one"
+        )
     return params
 
 

@@ -52,7 +52,7 @@ def extend_with_bridge(
 
 
 def _texts(chat: "ChatRenderer", template: "Template", extended: Mapping[str, Any], added: int) -> tuple[str, str]:
-    """Return the token that ends the sampled turn, as text ("" if there is none), and what the template adds after it.
+    """Return the text of the token that ends the sampled turn (or ""), and the template's text after it.
 
     Raises:
         EncodeError: the chat template refuses, or what was before is shown differently.

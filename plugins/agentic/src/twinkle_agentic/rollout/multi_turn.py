@@ -199,8 +199,8 @@ def _checked(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams
     params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given or {})
     if params.num_samples != 1:
         raise ArgumentError(
-            f"MultiTurnRollout: num_samples is {params.num_samples}; a trajectory goes on from one sample, so give "
-            "each prompt as often as it is to be played: [p for p in prompts for _ in range(n)]"
+            f"MultiTurnRollout: num_samples is {params.num_samples}; a trajectory continues from one sample, so pass "
+            "each prompt once per trajectory: [p for p in prompts for _ in range(n)]"
         )
     if params.max_tokens == 0:
         raise ArgumentError("MultiTurnRollout: max_tokens is 0, which draws nothing; give a number from 1, or None")

@@ -56,8 +56,8 @@ def managers(given: Any, count: int, what: str) -> list[ToolManager | None]:
     for row, manager in enumerate(found):
         if manager is not None and is_over(manager):
             raise ArgumentError(
-                f"{what}: the episode of trajectory {row} is over; begin another by reset() of its EnvTool, or make "
-                "the tools anew by EnvTool.from_env(env)"
+                f"{what}: the episode of trajectory {row} has ended; call reset() of its EnvTool, or create "
+                "new tools with EnvTool.from_env(env)"
             )
     return found
 
@@ -98,7 +98,7 @@ def answered(message: Mapping[str, Any], manager: ToolManager, turn: Turn, speci
 
 
 def is_over(manager: ToolManager) -> bool:
-    """Say whether an environment has ended its episode."""
+    """Return whether an environment has ended its episode."""
     return any(episode.done for episode in manager.episodes)
 
 

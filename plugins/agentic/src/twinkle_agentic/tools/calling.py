@@ -18,7 +18,7 @@ class TimedCalls:
 
     Python cannot end a thread: one that hangs stays until its function returns or the process ends, and holds what it
     holds. So there are never more than `max_threads`, hung ones included; where all of them hang, calls are refused at
-    once. What may hang for good belongs into a process or a service that its tool can stop.
+    once. Code that may hang should run in a process or a service that its tool can stop.
     """
 
     def __init__(self, time_limit: float | None, max_threads: int) -> None:

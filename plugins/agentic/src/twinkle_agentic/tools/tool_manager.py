@@ -83,7 +83,7 @@ class ToolManager:
         """Remove a tool.
 
         Raises:
-            ArgumentError: there is none of that name.
+            ArgumentError: there is no tool of that name.
         """
         if name not in self._tools:
             raise ArgumentError(self._unknown(name))

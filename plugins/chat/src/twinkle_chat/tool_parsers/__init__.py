@@ -1,1 +1,1 @@
-"""Tool-call parsers: one module a format."""
+"""Tool-call parsers: one module per format."""

@@ -14,8 +14,8 @@ _RESULT = re.compile(r"\A\[[a-z][a-z0-9_]*(?: [^\]\n]*)?\] Result:\n(.*)\Z", re.
 class ClineParser(BlockParser):
     """Tool calls as `<read_file><path>a.py</path></read_file>`.
 
-    Not every tag is a call: the tool's name has an underscore, as all of Cline's have and no tag of HTML has; the tag
-    stands on lines of its own; and it holds parameters only. A value is read as JSON where it is some, except strings.
+    A tag is a call if its name has an underscore, as all tools of Cline and no HTML tags do, if it is on lines of its
+    own, and if it contains parameters only. A value is parsed as JSON if it is valid JSON other than a string.
     """
 
     name = "cline"
@@ -23,7 +23,7 @@ class ClineParser(BlockParser):
     close_marker = ">"
 
     def blocks(self, text: str) -> Iterator[Block]:
-        """Yield each tool's tag that holds nothing but parameters."""
+        """Yield each tag of a tool that contains only parameters."""
         place = 0
         while (tool := _TOOL.search(text, place)) is not None:
             place = tool.end()

@@ -1,4 +1,4 @@
-"""The markup of DeepSeek-V4: DSML tags that say of each parameter whether it is a string."""
+"""The markup of DeepSeek-V4: DSML tags, which declare for each parameter whether it is a string."""
 
 import re
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ _PARAMETER = re.compile(r'\s*<｜DSML｜parameter name="([^"\n]*)" string="(true
 
 
 class DSMLParser(BlockParser):
-    """Tool calls of DeepSeek-V4, one or more in a `<｜DSML｜tool_calls>`."""
+    """Tool calls of DeepSeek-V4, one or more in each `<｜DSML｜tool_calls>`."""
 
     name = "dsml"
     open_marker = "<｜DSML｜tool_calls>"
     close_marker = "</｜DSML｜tool_calls>"
 
     def blocks(self, text: str) -> Iterator[Block]:
-        """Yield each block in which there is nothing but calls."""
+        """Yield each block that contains only calls."""
         for start, end, inside in between(text, self.open_marker, self.close_marker):
             invokes = elements(inside, _INVOKE, "</｜DSML｜invoke>") or []
             calls = [(name, arguments) for name, body in invokes if (arguments := _arguments(body)) is not None]

@@ -15,10 +15,9 @@ def parsers() -> Iterator[ToolCallParser]:
 
 
 def detect_first(text: str) -> ToolCallParser | None:
-    """Return the installed parser whose first call begins earliest in `text`, of several the first by name.
+    """Return the installed parser whose first call begins earliest in `text`, or None if no parser finds a call.
 
-    So a call that is quoted in the arguments of another, in another markup, is not taken for one. None if no parser
-    finds a call.
+    Choosing the earliest ignores calls in other markup that are quoted in arguments. Ties are broken by name.
     """
     candidates = [(start, parser) for parser in parsers() if (start := _start(parser, text)) is not None]
     return min(candidates, key=lambda pair: pair[0])[1] if candidates else None

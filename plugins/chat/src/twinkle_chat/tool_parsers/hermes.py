@@ -13,7 +13,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 class HermesQwenParser(BlockParser):
     """Tool calls of Hermes, Qwen2.5, Qwen3 (JSON) and Qwen3-Coder, Qwen3.5 (`<function=name><parameter=key>value`).
 
-    A parameter's value is read as JSON where it is some, except for strings, since the markup does not say its type.
+    The markup has no types: a parameter's value is parsed as JSON if it is valid JSON other than a string.
     """
 
     name = "hermes"
@@ -21,7 +21,7 @@ class HermesQwenParser(BlockParser):
     close_marker = "</tool_call>"
 
     def blocks(self, text: str) -> Iterator[Block]:
-        """Yield each `<tool_call>` that holds one call."""
+        """Yield each `<tool_call>` that contains one call."""
         for start, end, inside in between(text, self.open_marker, self.close_marker):
             call = _from_json(inside) or _from_markup(inside)
             if call is not None:

@@ -11,7 +11,7 @@ _NEXT = re.compile(r"^[ \t]*(?:Thought|Action|Observation)(?: \d+)?:", re.MULTIL
 
 
 class ReActParser(BlockParser):
-    """Tool calls as `Action: search[Paris]`, whose argument is `input`; a JSON object is all arguments."""
+    """Tool calls as `Action: search[Paris]`, whose argument is `input`; a JSON object has all arguments."""
 
     name = "react"
     open_marker = "Action:"

@@ -17,7 +17,7 @@ class VCPParser(BlockParser):
     close_marker = "<<<[END_TOOL_REQUEST]>>>"
 
     def blocks(self, text: str) -> Iterator[Block]:
-        """Yield each request that names its tool."""
+        """Yield each request that has a tool name."""
         for start, end, inside in between(text, self.open_marker, self.close_marker):
             arguments = {
                 key: value.strip() for key, value in elements(inside.rstrip(" \n\t,，"), _PARAMETER, "「末」") or ()

@@ -1,4 +1,4 @@
-"""Arguments of training scripts: `CLI.from_args()` reads them, `Args` holds them by group."""
+"""Arguments of training scripts: `CLI.from_args()` reads them, `Args` has them by group."""
 
 from twinkle_cli.arguments.args import Args
 from twinkle_cli.arguments.command import CLI

@@ -1,4 +1,4 @@
-"""The arguments of a script, by group, and the keywords that constructors take of them."""
+"""The arguments of a script, by group, and conversions to keyword arguments of constructors."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,14 +18,14 @@ class _UnknownArgument(ArgumentError, KeyError):
 
 @dataclass(slots=True)
 class Args:
-    """What `CLI.from_args` read: `args.training.max_steps`, `args["max_steps"]`, `args.get("lr")`.
+    """The result of `CLI.from_args`: `args.training.max_steps`, `args["max_steps"]`, `args.get("lr")`.
 
-    Each `get_<group>_args()` returns keywords that the group's constructor or function takes, so that it can be called
-    with `**`. An argument that was set and that the constructor has no keyword for is an error; `script` arguments
-    (the page "Script arguments" lists them) are left to the script.
+    Each `get_<group>_args()` returns keyword arguments of the group's constructor or function, to be passed with `**`.
+    An argument that was set but is not accepted by the constructor is an error. `script` arguments (see the page
+    "Script arguments") are for the script.
 
     Attributes:
-        extra: arguments of the script's own, from `--extra.name value` or `extra:` in YAML.
+        extra: additional arguments of the script, from `--extra.name value` or `extra:` in YAML.
     """
 
     model: groups.ModelArgs = field(default_factory=groups.ModelArgs)
@@ -49,7 +49,7 @@ class Args:
         """Return the argument (`max_steps`, `training.max_steps`, `lr`), the group, or the extra argument `key`.
 
         Raises:
-            ArgumentError: there is none; it is a KeyError too.
+            ArgumentError: there is no such argument; also a KeyError.
         """
         value = self.get(key, _MISSING)
         if value is not _MISSING:

@@ -1,4 +1,4 @@
-"""Checks the type of a value against that of an argument, and makes lossless conversions."""
+"""Checks the type of an argument's value, with lossless conversions."""
 
 import types
 import typing
@@ -11,10 +11,10 @@ from twinkle_cli.configuration import alternatives
 def checked(value: Any, annotation: Any) -> Any:
     """Return `value` converted to the type `annotation`.
 
-    A whole number is taken for a float, and 0 and 1 for a truth value, which is how environment variables say it.
+    A whole number is accepted as a float, and 0 and 1 as a bool, the form used in environment variables.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: the value has another type.
     """
     for member in alternatives(annotation):
         try:

@@ -28,15 +28,15 @@ class CLI:
         """Read all arguments. A later source wins: defaults, `.env` file, environment, YAML file, command line.
 
         Args:
-            argv: the command line without the script's name; by default this process's, and then a mistake in any
-                source is told on stderr and ends the process with exit code 2, as argparse does. `--help` prints all
-                arguments and ends the process.
-            env_file: file with `TWINKLE_*` variables; by default `.env` in the working directory, where there is one.
-            config_file: YAML file; `--config` names another instead.
+            argv: the command line without the script's name; by default that of this process; then an invalid
+                argument in any source is reported on stderr and the process exits with code 2, as with argparse.
+                `--help` prints all arguments and exits.
+            env_file: file with `TWINKLE_*` variables; by default `.env` in the working directory, if it exists.
+            config_file: YAML file; `--config` overrides it.
 
         Raises:
-            ConfigError: `argv` is given, and there is an unknown argument, a value of the wrong type, or a file that
-                cannot be read; all problems at once.
+            ConfigError: with `argv`, for unknown arguments, values of the wrong type and unreadable files; all problems
+                at once.
         """
         if argv is not None:
             return _read(argv, env_file, config_file)
@@ -71,13 +71,13 @@ def _env_file(path: str | os.PathLike[str] | None) -> Layer:
         layer = from_env_file(file, read_env_file(file), os.environ)
     except ConfigError as error:
         return Layer(problems=[str(error)])
-    if path is None:  # not named by the user: it may have come with a foreign folder
+    if path is None:  # not named by the user: it may be part of a folder from someone else
         layer.problems += _needs_trust(layer)
     return layer
 
 
 def _needs_trust(layer: Layer) -> list[str]:
-    """Return a problem for each value that lets code of a folder run which the user does not trust."""
+    """Return a problem for each value that lets code run from a folder that is not trusted."""
     from twinkle_registry.trust.folders import is_trusted_folder
 
     asking = [path for path, value in layer.values.items() if (path == REMOTE_CODE and value) or ".py:" in str(value)]
@@ -86,8 +86,8 @@ def _needs_trust(layer: Layer) -> list[str]:
         return []
     folder = shlex.quote(here)
     return [
-        f"{'.'.join(path)}: {layer.sources[path]} would let code run, and this folder is not trusted; give it on the "
-        f"command line, name the file by env_file=, or look at it and run: twinkle plugins trust {folder}"
+        f"{'.'.join(path)}: {layer.sources[path]} would let code run, but this folder is not trusted; set it on the "
+        f"command line, pass the file as env_file=, or review the file and run: twinkle plugins trust {folder}"
         for path in asking
     ]
 
@@ -104,35 +104,35 @@ def _config_file(path: str | os.PathLike[str] | None) -> Layer:
 
 
 def _merged(layers: Sequence[Layer]) -> Args:
-    """Return the arguments that the layers make, a later one over an earlier; mappings are merged key by key."""
-    args, given = Args(), set()
+    """Merge the layers, later ones over earlier ones; mappings are merged key by key."""
+    args, set_paths = Args(), set()
     problems = [problem for layer in layers for problem in layer.problems]
     for layer in layers:
         problems += _settle_strategy(layer, args.model.strategy)
         for path, value in layer.values.items():
-            given.add(".".join(path[:2]))
+            set_paths.add(".".join(path[:2]))
             _set(args, path, value)
     if problems:
         unknown = any("unknown" in problem for problem in problems)
-        hint = ["arguments of the script's own go under extra: --extra.NAME VALUE"] if unknown else []
+        hint = ["additional arguments of the script must be below extra: --extra.NAME VALUE"] if unknown else []
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"{count} in the arguments of the script", *problems, *hint]))
-    args._given = frozenset(given)
+    args._given = frozenset(set_paths)
     return args
 
 
 def _settle_strategy(layer: Layer, below: str) -> list[str]:
-    """Turn `use_megatron` of a layer into `strategy`; `below` is what earlier layers made it."""
-    wanted = layer.values.pop(USE_MEGATRON, None)
-    if wanted is None:
+    """Convert `use_megatron` of a layer to `strategy`; `below` is the strategy by earlier layers."""
+    use_megatron = layer.values.pop(USE_MEGATRON, None)
+    if use_megatron is None:
         return []
-    own = layer.values.get(STRATEGY)
-    if own is not None and wanted != (own == "megatron"):
+    strategy = layer.values.get(STRATEGY)
+    if strategy is not None and use_megatron != (strategy == "megatron"):
         return [
-            f"model.strategy is {own!r} by {layer.sources[STRATEGY]}, but use_megatron is {wanted} by "
+            f"model.strategy is {strategy!r} by {layer.sources[STRATEGY]}, but use_megatron is {use_megatron} by "
             f"{layer.sources[USE_MEGATRON]}; give one of the two"
         ]
-    if wanted:
+    if use_megatron:
         layer.values[STRATEGY] = "megatron"
     elif below == "megatron":
         layer.values[STRATEGY] = "accelerate"
@@ -150,7 +150,7 @@ def _set(args: Args, path: tuple[str, ...], value: Any) -> None:
 
 
 def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set `target[path[0]][path[1]]...`; a mapping is merged into one that is there. Nothing given is changed."""
+    """Set `target[path[0]][path[1]]...`; a mapping is merged into an existing one. The arguments are not modified."""
     from twinkle_cli.configuration import merge
 
     if not path:

@@ -1,6 +1,6 @@
 """The table of script arguments: one dataclass for each group, one line for each argument.
 
-Names, defaults and aliases are the published ones. Help, documentation and checks are made from this table.
+Names, defaults and aliases are the published ones. Help, documentation and checks are generated from this table.
 """
 
 # ruff: noqa: RUF009 - `arg` is `dataclasses.field` with a meaning
@@ -14,10 +14,10 @@ def arg(default: Any, meaning: str, *, alias: str = "", primary: bool = False, b
 
     Args:
         default: its value if it is not set.
-        meaning: one line for people.
+        meaning: one line of description.
         alias: a second name.
-        primary: whether the name without its group means this argument, where several groups have the name.
-        bare: whether it may be called without its group at all.
+        primary: if several groups have the name, whether the name without a group refers to this argument.
+        bare: whether the name may be used without its group.
     """
     return field(default=default, metadata={"meaning": meaning, "alias": alias, "primary": primary, "bare": bare})
 

@@ -12,7 +12,7 @@ _HEAD = """\
 Arguments of the script. A later source wins: defaults, .env file, environment, --config FILE, command line.
 
   --config FILE          YAML file with any of the arguments, flat or below the names of their groups
-  --extra.NAME VALUE     an argument of the script's own
+  --extra.NAME VALUE     an additional argument of the script
   --help                 show this text and exit
 
 Each may also be written with its group (--training.max_steps) and set by TWINKLE_MAX_STEPS or
@@ -44,5 +44,5 @@ def _line(option: Option, names: list[str]) -> str:
 
 
 def default_text(value: Any) -> str:
-    """Return a default as one would write it in YAML."""
+    """Return a default in YAML syntax."""
     return value if isinstance(value, str) and value else json.dumps(value)

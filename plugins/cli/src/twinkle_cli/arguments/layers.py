@@ -20,8 +20,8 @@ class Layer:
 
     Attributes:
         values: checked values by path.
-        sources: how errors name what set a path.
-        problems: what could not be understood, one text each.
+        sources: the source that set each path, for errors.
+        problems: errors, one text each.
     """
 
     values: dict[tuple[str, ...], Any] = field(default_factory=dict)
@@ -29,31 +29,31 @@ class Layer:
     problems: list[str] = field(default_factory=list)
 
     def put(self, option: Option, value: Any, source: str) -> None:
-        """Take one value, unless its type is wrong or another name of the same argument has set it."""
+        """Set one value; record a problem if its type is wrong, or if another name of the argument has set it."""
         if (before := self.sources.get(option.path)) is not None:
-            self.problems.append(f"{option.name} is given twice, by {before} and by {source}")
+            self.problems.append(f"{option.name} is set twice, by {before} and by {source}")
             return
         try:
             self.values[option.path] = checked(value, option.annotation)
         except ValueError as error:
-            self.problems.append(f"{option.name}: {error}, given by {source}; wanted {option.type_text}")
+            self.problems.append(f"{option.name}: {error}, set by {source}; expected {option.type_text}")
         self.sources[option.path] = source
 
     def unknown(self, name: str, source: str) -> None:
-        """Note a name that is no argument."""
-        known = options()
-        close = [full for full in known if full.rpartition(".")[2] == name] or nearest(name, known)
+        """Record an unknown argument name."""
+        by_name = options()
+        close = [full for full in by_name if full.rpartition(".")[2] == name] or nearest(name, by_name)
         hint = f"nearest: {', '.join(close)}" if close else f"groups: {', '.join(GROUPS)}"
         self.problems.append(f"unknown argument {name!r} in {source}; {hint}")
 
 
 def find(name: str) -> Option | None:
     """Return the argument called `name`; below a mapping (`extra.key`, `ddp_config.key`) that key of it."""
-    known = options()
-    if name in known:
-        return known[name]
+    by_name = options()
+    if name in by_name:
+        return by_name[name]
     parent, _, key = name.rpartition(".")
-    above = known.get(parent)
+    above = by_name.get(parent)
     if above is not None and key and is_mapping(above):
         return Option((*above.path, key), Any)
     return None
@@ -71,23 +71,23 @@ def from_variables(variables: Mapping[str, str], *, where: str) -> Layer:
         try:
             layer.put(option, parse_value(text, option), source)
         except ValueError as error:
-            layer.problems.append(f"{option.name}: {error}, given by {source}; wanted {option.type_text}")
+            layer.problems.append(f"{option.name}: {error}, set by {source}; expected {option.type_text}")
     return layer
 
 
 def from_env_file(path: str | Path, variables: Mapping[str, str], environ: Mapping[str, str]) -> Layer:
-    """Read the `TWINKLE_*` variables of a file; those of other parts of Twinkle must be in the environment too."""
+    """Read the `TWINKLE_*` variables of a file; variables of other parts of Twinkle must also be in the environment."""
     layer = from_variables(variables, where=str(path))
     for variable in variables:
         if variable.startswith(PREFIX) and is_other(variable) and variable not in environ:
             layer.problems.append(
-                f"{variable} in {path} is no argument, and is read from the environment only; export it"
+                f"{variable} in {path} is not an argument and is read from the environment only; export it"
             )
     return layer
 
 
 def from_mapping(config: Mapping[Any, Any], *, where: str) -> Layer:
-    """Read a YAML file's mapping: arguments by their names, those of a group also below its name."""
+    """Read the mapping of a YAML file: arguments by name, at the top level or below the name of their group."""
     layer = Layer()
     for key, value in config.items():
         name = normal(str(key))
@@ -104,7 +104,7 @@ def _group(layer: Layer, group: str, values: Any, where: str) -> None:
     if values is None:
         return
     if not isinstance(values, Mapping):
-        layer.problems.append(f"{group} in {where}: {values!r} is given; wanted the group's arguments, as keys")
+        layer.problems.append(f"{group} in {where}: expected a mapping with the group's arguments, got {values!r}")
         return
     for key, value in values.items():
         name = f"{group}.{key}" if group == EXTRA else f"{group}.{normal(str(key))}"
@@ -116,12 +116,12 @@ def _group(layer: Layer, group: str, values: Any, where: str) -> None:
 
 
 def from_flags(argv: Sequence[str]) -> tuple[Layer, dict[str, str]]:
-    """Read a command line; also return the flags that are no arguments (`config`, `help`)."""
+    """Read a command line; also return the flags that are not arguments (`config`, `help`)."""
     flags = parse_flags([_lowered(token) for token in argv], options(), RESERVED)
     layer = Layer(problems=list(flags.problems))
-    known = {option.path: option for option in options().values()}
+    by_path = {option.path: option for option in options().values()}
     for path, flag in flags.sources.items():
-        option = known.get(path) or Option(path, Any)
+        option = by_path.get(path) or Option(path, Any)
         layer.put(option, _at(flags.values, path), flag)
     return layer, flags.reserved
 

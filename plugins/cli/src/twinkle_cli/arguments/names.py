@@ -44,25 +44,25 @@ def arguments() -> Iterator[tuple[Option, Field[Any]]]:
 
 @lru_cache(maxsize=1)
 def options() -> dict[str, Option]:
-    """Return the argument of every name there is: with its group, without it where that is clear, and aliases."""
-    known: dict[str, Option] = {EXTRA: Option((EXTRA,), dict[str, Any], "Additional arguments of the script")}
+    """Return a map from name to argument: names with a group, unambiguous names without one, and aliases."""
+    by_name: dict[str, Option] = {EXTRA: Option((EXTRA,), dict[str, Any], "Additional arguments of the script")}
     megatron = Option(USE_MEGATRON, bool, "Sets `strategy` to `megatron`")
-    known |= {megatron.name: megatron, "use_megatron": megatron}
+    by_name |= {megatron.name: megatron, "use_megatron": megatron}
     bare: dict[str, list[tuple[Option, Field[Any]]]] = {}
     for option, field in arguments():
-        known[option.name] = option
+        by_name[option.name] = option
         for name in filter(None, (field.name, field.metadata["alias"])):
-            known.setdefault(f"{option.path[0]}.{name}", option)
+            by_name.setdefault(f"{option.path[0]}.{name}", option)
             if field.metadata["bare"]:
                 bare.setdefault(name, []).append((option, field))
     for name, candidates in bare.items():
-        chosen = candidates if len(candidates) == 1 else [pair for pair in candidates if pair[1].metadata["primary"]]
-        known[name] = chosen[0][0]
-    return known
+        primary = candidates if len(candidates) == 1 else [pair for pair in candidates if pair[1].metadata["primary"]]
+        by_name[name] = primary[0][0]
+    return by_name
 
 
 def short_name(option: Option) -> str:
-    """Return the shortest name that means this argument."""
+    """Return the shortest name of this argument."""
     bare = option.path[-1]
-    found = options().get(bare)
-    return bare if found is not None and found.path == option.path else option.name
+    candidate = options().get(bare)
+    return bare if candidate is not None and candidate.path == option.path else option.name

@@ -12,15 +12,15 @@ OTHERS = frozenset({
     "NAME", "NOTIFIER", "POLL_INTERVAL", "PRINT_FORMAT", "RELEASE", "RUN_ID", "SESSION_ID", "STATE_DIR",
     "TEST_ROUND_BY_ROWS", "TOKEN_SALT", "TRUST_FOLDER",
 })  # fmt: skip
-"""Variables of other parts of Twinkle, which are no arguments; without the prefix."""
+"""Variables of other parts of Twinkle, which are not arguments; without the prefix."""
 OTHER_FAMILIES = ("AUTO", "CKPT", "CPU", "LLM", "NPU", "PER", "PERSISTENCE", "PLUGINS", "SERVER", "TELEMETRY", "VLLM")
 """First words of such variables: `TWINKLE_SERVER_URL` is one, the argument is `TWINKLE_SERVER__HOST`."""
 
 
 def named(variables: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield variable, name of the argument (`training.max_steps`) and text of all variables that mean an argument.
+    """Yield variable, name of the argument (`training.max_steps`) and value of all variables that set an argument.
 
-    An empty one is how a shell takes a variable away for one command, so it counts as absent.
+    An empty value unsets a variable for one command in a shell, so it counts as absent.
     """
     for variable, text in variables.items():
         if text.strip() and variable.startswith(PREFIX) and not is_other(variable):
@@ -37,15 +37,15 @@ def is_other(variable: str) -> bool:
 def read_env_file(path: str | Path) -> dict[str, str]:
     """Return the variables of a file of `NAME=value` lines.
 
-    `export` before the name, quotes around the value and comments are understood; nothing is expanded.
+    `export` before the name, quotes around the value and comments are supported; variables are not expanded.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of this.
+        ConfigError: the file cannot be read, or a line has another form.
     """
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"env_file {path}: cannot be read: {reason}") from error
     variables = {}
     for number, line in enumerate(lines, 1):
@@ -63,6 +63,6 @@ def _value(text: str, where: str) -> str:
     if text[:1] in ("'", '"'):
         inside, closed, rest = text[1:].partition(text[0])
         if not closed or (rest.strip() and not rest.strip().startswith("#")):
-            raise ConfigError(f"{where}: the quote {text[0]} of {text} is not closed at the end")
+            raise ConfigError(f"{where}: the quote {text[0]} of {text} is not closed")
         return inside
     return text.partition(" #")[0].strip()

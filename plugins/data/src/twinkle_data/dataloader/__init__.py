@@ -1,1 +1,1 @@
-"""The data loader: batches of rows in a reproducible order, each data rank its own part."""
+"""The data loader: batches of rows in a reproducible order, divided among data ranks."""

@@ -26,10 +26,10 @@ _OURS = {
 
 
 def rows_of(dataset: Any) -> DatasetLike | StreamLike:
-    """Return the data set or stream that `dataset` is, or that it returns if it is a function.
+    """Return `dataset`, or its result if it is a function.
 
     Raises:
-        ComponentTypeError: it has rows neither by number nor one after the other, or can be read only once.
+        ComponentTypeError: it supports neither indexing nor iteration, or can be iterated only once.
     """
     if not isinstance(dataset, DatasetLike | StreamLike | Iterable) and callable(dataset):
         dataset = dataset()
@@ -51,17 +51,17 @@ def rows_of(dataset: Any) -> DatasetLike | StreamLike:
     return PlainStream(dataset)
 
 
-def torch_options(kwargs: Mapping[str, Any], own: Iterable[str], stream: Any) -> dict[str, Any]:
-    """Return the keywords for torch's loader.
+def torch_options(kwargs: Mapping[str, Any], own_options: Iterable[str], stream: Any) -> dict[str, Any]:
+    """Return the keyword arguments of torch's loader.
 
     Args:
-        kwargs: what no parameter of the loader took.
-        own: the parameters of the loader.
-        stream: the stream that will be read, or None for rows by number.
+        kwargs: keywords that are not parameters of this loader.
+        own_options: the parameters of the loader.
+        stream: the stream to read, or None for indexed rows.
 
     Raises:
         ArgumentError: an unknown keyword, or one that would change the order of rows.
-        Unsupported: one that a stream cannot honour.
+        Unsupported: a keyword that streams do not support.
     """
     if not kwargs:
         return {}
@@ -72,25 +72,25 @@ def torch_options(kwargs: Mapping[str, Any], own: Iterable[str], stream: Any) ->
             raise ArgumentError(f"DataLoader takes no {name!r}: {why}")
     if not kwargs.get("in_order", True):
         raise ArgumentError("DataLoader takes no in_order=False: batches in another order cannot be resumed")
-    known = {*own, *inspect.signature(torch.utils.data.DataLoader).parameters} - set(_OURS)
+    supported = {*own_options, *inspect.signature(torch.utils.data.DataLoader).parameters} - set(_OURS)
     for name in kwargs:
-        if name not in known:
+        if name not in supported:
             from twinkle_registry import nearest
 
-            close = nearest(name, known, 1)
+            close = nearest(name, supported, 1)
             hint = f", nearest: {close[0]!r}" if close else ""
-            raise ArgumentError(f"DataLoader has no argument {name!r}{hint}; it takes {', '.join(sorted(known))}")
+            raise ArgumentError(f"DataLoader has no argument {name!r}{hint}; it takes {', '.join(sorted(supported))}")
     if stream is not None:
         _check_stream(kwargs, stream)
     return dict(kwargs)
 
 
 def processor_of(x: Any, kwargs: Mapping[str, Any], mesh: Any) -> Callable[[list[Any]], Any]:
-    """Return the processor that `x` names, is, or builds with `kwargs`.
+    """Resolve `x` to a processor, and instantiate it with `kwargs` if it is a class.
 
     Raises:
-        ComponentTypeError: it is none.
-        ArgumentError: its constructor does not take a keyword, or it is no class.
+        ComponentTypeError: it is not a processor.
+        ArgumentError: its constructor does not take a keyword, or it is not a class.
     """
     if not isinstance(x, str | type):
         if not callable(x):
@@ -109,7 +109,7 @@ def processor_of(x: Any, kwargs: Mapping[str, Any], mesh: Any) -> Callable[[list
 
 
 def at_least(name: str, value: Any, lowest: int) -> int:
-    """Return a whole number from `lowest` on, or raise `ArgumentError`."""
+    """Return an integer >= `lowest`, or raise `ArgumentError`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < lowest:
         raise ArgumentError(f"{name} is {value!r}; give a whole number of at least {lowest}")
     return int(value.__index__())
@@ -142,15 +142,15 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 @remote_class(execute="first")
 class DataLoader:
-    """Yields batches as lists of rows, or as what the processor makes of them; each data rank gets its part of each.
+    """Yields batches as lists of rows, or collated by a processor; each data rank gets its part of every batch.
 
-    Every iteration is a new epoch, in an order that depends on nothing but the seed and the number of the epoch. The
-    loader counts the rows that it handed out over all data ranks; `resume_from_checkpoint` with that count continues
-    with exactly the rows that come next. (The count says nothing of iterations that were left early: after such a one,
-    the epoch it belongs to cannot be told from it.)
+    Every iteration is a new epoch, in an order that depends only on the seed and the number of the epoch. The loader
+    counts the rows that it returned over all data ranks; `resume_from_checkpoint` with that count continues with
+    exactly the next rows. (This requires that no iteration was abandoned early: the count does not determine the epoch
+    then.)
 
-    Over a stream every data rank reads all rows and keeps its part of each global batch; resuming reads the rows again
-    that were consumed. A stream has no length, so `len(loader)` is an error there.
+    Over a stream every data rank reads all rows and keeps its part of each global batch; resuming reads the
+    consumed rows again. A stream has no length, so `len(loader)` is an error.
 
     Attributes:
         dataset: the rows, or a stream of them.
@@ -175,36 +175,36 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check the sizes; no row is loaded yet.
+        """Check the sizes, without loading rows.
 
         Args:
             dataset: anything with a length and an index; a stream (`IterableDataset`, one of `datasets` or of torch, or
-                whatever can be iterated again and again); or a function that returns one of these.
+                any object that can be iterated repeatedly); or a function that returns one of these.
             batch_size: rows of a global batch; the number of data ranks must divide it.
             min_batch_size: at least the number of data ranks, which is the default.
-            device_mesh: by default the one given to `twinkle.initialize`.
-            shuffle: permute the rows, differently in each epoch; those of a stream through a buffer.
+            device_mesh: by default the mesh of `twinkle.initialize`.
+            shuffle: permute the rows, differently in each epoch; streams use a shuffle buffer.
             seed: seed of the permutations, of worker processes, and of the rows that replace failing ones.
             drop_last: drop every last batch smaller than `batch_size`.
             balance: how a global batch is divided among data ranks: `rows`, into consecutive parts of as many rows
                 (but for one); or `tokens`, so that the longest part has as few tokens as the largest differencing
                 method finds. Parts then have different numbers of rows, at least one.
-            shuffle_buffer: with `shuffle` over a stream, from how many rows the next is drawn; by default 1000.
-            max_retries: how often a row that raises is tried again, and how many other rows are tried in its place. A
-                stream cannot go back: there an error is raised at once.
-            collate_fn: makes a batch of this rank's rows; `set_processor` replaces it.
-            **kwargs: of `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, `persistent_workers`, ...
+            shuffle_buffer: size of the shuffle buffer of a stream, in rows; by default 1000.
+            max_retries: number of retries for a row that raises, and number of replacement rows to try. A stream cannot
+                go back: its errors are raised immediately.
+            collate_fn: collates this rank's rows; `set_processor` replaces it.
+            **kwargs: arguments of `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, `persistent_workers`, ...
 
         Raises:
             ArgumentError: an unknown keyword, or a value outside its range.
             MeshError: `batch_size` or `min_batch_size` does not fit the data ranks.
-            DataError: there is no row, or not enough for one batch; or `balance="tokens"` and rows are not encoded.
-            Unsupported: a keyword that does not go with a stream, or `balance="tokens"` with a `LazyDataset`.
+            DataError: there are not enough rows for one batch; or `balance="tokens"` and rows are not encoded.
+            Unsupported: a keyword that streams do not support, or `balance="tokens"` with a `LazyDataset`.
         """
         self.dataset: Any = rows_of(dataset)
         stream = self.dataset if isinstance(self.dataset, StreamLike) else None
-        own = set(inspect.signature(DataLoader.__init__).parameters) - {"self", "kwargs"}
-        self._torch_options = torch_options(kwargs, own, stream)
+        own_options = set(inspect.signature(DataLoader.__init__).parameters) - {"self", "kwargs"}
+        self._torch_options = torch_options(kwargs, own_options, stream)
         self.device_mesh = device_mesh
         self._set_sizes(batch_size, min_batch_size, drop_last)
         self.shuffle = bool(shuffle)
@@ -229,7 +229,7 @@ class DataLoader:
         """Return the number of batches of a whole epoch, without a last batch that is dropped.
 
         Raises:
-            Unsupported: the rows are a stream, whose end is not known.
+            Unsupported: the rows are a stream of unknown length.
         """
         if isinstance(self.dataset, StreamLike):
             raise NotSized("this loader reads a stream, which has no length; iterate over it, and stop when you want")
@@ -237,25 +237,25 @@ class DataLoader:
 
     @_remote
     def set_processor(self, processor_cls: Any, **kwargs: Any) -> None:
-        """Let a processor make each batch, in the worker process that loaded its rows (of a stream: in this one).
+        """Set the processor that collates each batch, in the worker process that loaded it (streams: in this process).
 
         Args:
             processor_cls: in any form of component argument, or any callable that takes a list of rows.
-            **kwargs: of its constructor; `device_mesh` is that of the loader unless given.
+            **kwargs: arguments of its constructor; `device_mesh` is by default that of the loader.
 
         Raises:
             ComponentTypeError: it is not a processor.
-            ArgumentError: its constructor does not take a keyword, or it is no class.
+            ArgumentError: its constructor does not take a keyword, or it is not a class.
         """
         self._collate = processor_of(processor_cls, kwargs, self.device_mesh)
         self._loader = None
 
     @_remote
     def __iter__(self) -> Iterator[Any]:
-        """Yield this data rank's part of each global batch of the next epoch (after a resume, of the rest of one).
+        """Yield this data rank's part of each global batch of the next epoch (after resuming: of the rest of one).
 
         Raises:
-            DataError: a row cannot be loaded, nor any of those tried in its place; or a stream makes no batch.
+            DataError: a row and its replacements cannot be loaded; or a stream is too short for a batch.
         """
         if isinstance(self.dataset, StreamLike):
             yield from self._stream_epoch(self.dataset)
@@ -280,7 +280,7 @@ class DataLoader:
 
     @_remote
     def skip_consumed_samples(self, consumed_train_samples: int) -> None:
-        """Continue behind the first `consumed_train_samples` rows (over all data ranks and epochs)."""
+        """Continue after the first `consumed_train_samples` rows (over all data ranks and epochs)."""
         consumed = at_least("consumed_train_samples", consumed_train_samples, 0)
         stream = isinstance(self.dataset, StreamLike)
         self._epoch, self._done = (0, consumed) if stream else self._order().position(consumed)
@@ -288,10 +288,10 @@ class DataLoader:
 
     @_remote
     def resume_from_checkpoint(self, consumed_train_samples: int, **kwargs: Any) -> None:
-        """Continue where `get_state` was taken: the same rows follow, in this epoch and in those after it.
+        """Continue from `get_state`: the same rows follow, in this epoch and in later ones.
 
         Args:
-            consumed_train_samples: from `get_state`, of a loader with the same data set, batch sizes and seed.
+            consumed_train_samples: from `get_state` of a loader with the same data set, batch sizes and seed.
             **kwargs: none; an unknown name is an error.
         """
         refuse_unknown(DataLoader.resume_from_checkpoint, kwargs, what="resume_from_checkpoint")
@@ -299,7 +299,7 @@ class DataLoader:
 
     @_remote
     def get_state(self) -> dict[str, int]:
-        """Return `{"consumed_train_samples": n}`: how many rows were handed out so far, over all data ranks."""
+        """Return `{"consumed_train_samples": n}`: number of rows returned so far, over all data ranks."""
         return {"consumed_train_samples": self._consumed}
 
     # Sizes
@@ -327,7 +327,7 @@ class DataLoader:
         return 1 if self.device_mesh is None else int(self.device_mesh.data_world_size)
 
     def _part(self, batch: list[Any], lengths: list[int] | None) -> list[Any]:
-        """Return this rank's part of the rows of a global batch, or of their numbers."""
+        """Return this rank's part of the rows of a global batch, or of their indices."""
         if self.device_mesh is None:
             return batch
         if lengths is None:
@@ -335,17 +335,17 @@ class DataLoader:
         return [batch[place] for place in deal(lengths, self._data_ranks)[self.device_mesh.data_rank]]
 
     def _tell(self, left: int) -> None:
-        """Say once how many rows an epoch leaves out."""
+        """Log once how many rows an epoch drops."""
         if left and left != self._told:
             get_logger(__name__).info(
-                "the last %d rows of an epoch are left out: a batch needs %d", left, self.min_batch_size
+                "the last %d rows of an epoch are dropped: a batch needs %d", left, self.min_batch_size
             )
             self._told = left
 
     # Rows by number
 
     def _order(self) -> Order:
-        """Return the order over the rows that the data set has now."""
+        """Return the order for the current rows of the data set."""
         size = len(self.dataset)
         if size == 0:
             raise DataError("the data set is empty: there is nothing to make batches of")
@@ -362,8 +362,8 @@ class DataLoader:
         if self.balance == "rows" or self._data_ranks == 1:
             return None
         if self._lengths is None or len(self._lengths) != len(self.dataset):
-            own: Callable[[], list[int]] | None = getattr(self.dataset, "row_lengths", None)
-            self._lengths = _all_lengths(self.dataset) if own is None else own()
+            dataset_lengths: Callable[[], list[int]] | None = getattr(self.dataset, "row_lengths", None)
+            self._lengths = _all_lengths(self.dataset) if dataset_lengths is None else dataset_lengths()
         return self._lengths
 
     def _lengths_of(self, batch: list[int]) -> list[int] | None:
@@ -394,7 +394,7 @@ class DataLoader:
             cutter, batches_made = Cutter(self.batch_size, self.min_batch_size), 0
             rows = self._stream_rows(stream, epoch)
             read = skip(rows, done)
-            if read < done:  # the epoch ended within what was consumed, so now its length is known
+            if read < done:  # the epoch ended within the consumed rows, so its length is known now
                 self._check_made(cutter.rows_per_epoch(read), read)
                 epochs, done = divmod(done, cutter.rows_per_epoch(read))
                 epoch += epochs

@@ -1,4 +1,4 @@
-"""Which rows make a batch: their order, the balance between ranks, and what replaces a row that cannot be read."""
+"""Composition of batches: order of rows, balance between ranks, and replacement of rows that fail to load."""
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ class Order:
         batch_size: rows of a global batch.
         min_batch_size: a last batch with fewer rows is dropped.
         shuffle: permute the rows, differently in each epoch.
-        seed: of the permutations.
+        seed: seed of the permutations.
     """
 
     size: int
@@ -30,22 +30,22 @@ class Order:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that an epoch hands out: all but those of a last batch that is too small."""
+        """Number of rows per epoch, without those of a last batch that is too small."""
         rest = self.size % self.batch_size
         return self.size if rest >= self.min_batch_size else self.size - rest
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches per epoch."""
         return -(-self.rows_per_epoch // self.batch_size)
 
     def position(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and the rows of it that are done, after `consumed` rows of whole epochs in sequence."""
+        """Return the number of the epoch, and the rows of it that are consumed, after `consumed` rows in total."""
         epoch, done = divmod(consumed, self.rows_per_epoch)
         return (epoch, done) if self.rows_per_epoch - done >= self.min_batch_size else (epoch + 1, 0)
 
     def batches(self, epoch: int, done: int = 0) -> list[list[int]]:
-        """Return the row numbers of each global batch of an epoch that follows its first `done` rows."""
+        """Return the row indices of each global batch of an epoch after its first `done` rows."""
         rows = self._rows(epoch)[: self.rows_per_epoch]
         starts = range(done, len(rows), self.batch_size)
         batches = [list(map(int, rows[start : start + self.batch_size])) for start in starts]
@@ -66,16 +66,16 @@ Pile = tuple[int, list[int]]
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Divide rows among ranks by the largest differencing method (Karmarkar and Karp 1982).
 
-    Every row begins as a division of its own, with one pile for each rank; the two divisions that differ most between
-    their fullest and emptiest pile are laid over each other, full on empty, until one is left.
+    Initially every row is a partition with one pile per rank. The two partitions with the largest difference between
+    their fullest and emptiest pile are merged, full piles with empty ones, until one partition remains.
 
     Args:
         lengths: tokens of each row, not negative.
-        ranks: how many piles there are to be.
+        ranks: number of piles.
 
     Returns:
-        For each rank the places of its rows, ascending, at least one; ranks in the order of their first rows. The same
-        lengths give the same division, so every rank can find it by itself.
+        For each rank the indices of its rows, ascending, at least one; ranks in the order of their first rows. The
+        result depends on the lengths only, so every rank can compute it without communication.
 
     Raises:
         DataError: there are fewer rows than ranks.
@@ -97,7 +97,7 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _without_empty(piles: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Give each empty pile the shortest row of the fullest pile that has several, which makes no pile fuller."""
+    """Move the shortest row of the fullest pile with several rows to each empty pile; no pile becomes fuller."""
     for pile in piles:
         if not pile:
             giver = max((p for p in piles if len(p) > 1), key=lambda p: sum(lengths[row] for row in p))
@@ -108,7 +108,7 @@ def _without_empty(piles: list[list[int]], lengths: Sequence[int]) -> list[list[
 
 
 class RowFailed(DataError):
-    """A row that could not be loaded, however often it was tried."""
+    """A row that failed to load in all attempts."""
 
     def __init__(self, index: int, attempts: int, cause: Exception) -> None:
         super().__init__(f"row {index} could not be loaded (tried {attempts} times): {type(cause).__name__}: {cause}")
@@ -116,7 +116,7 @@ class RowFailed(DataError):
 
 
 def load_row(dataset: DatasetLike, index: int, max_retries: int) -> Any:
-    """Return a row, which is tried again as often as said if it raises (but not after a `DataError`).
+    """Load a row, with retries if it raises (except for a `DataError`).
 
     Raises:
         RowFailed: it raised each time.
@@ -134,9 +134,9 @@ def load_row(dataset: DatasetLike, index: int, max_retries: int) -> Any:
 class RetryingRows:
     """A data set that replaces rows which fail to load.
 
-    A row that raises is tried `max_retries` times more (not so if the error is a `DataError`: the row itself is wrong,
-    and stays so). Then rows from a permutation seeded by (seed, row number) are tried once each, and the log says which
-    one took its place and why. After `max_retries` of these the error is raised.
+    A row that raises is retried `max_retries` times (except for a `DataError`, which is permanent). Then rows from a
+    permutation seeded by (seed, row index) are tried once each, and the replacement is logged with the reason. After
+    `max_retries` failed replacements the error is raised.
     """
 
     def __init__(self, dataset: DatasetLike, max_retries: int, seed: int) -> None:
@@ -170,10 +170,10 @@ class RetryingRows:
         import numpy
 
         size = len(self.dataset)
-        chosen = numpy.random.default_rng([self.seed, index]).choice(
+        indices = numpy.random.default_rng([self.seed, index]).choice(
             size, size=min(size, self.max_retries + 1), replace=False
         )
-        return [int(other) for other in chosen if other != index][: self.max_retries]
+        return [int(other) for other in indices if other != index][: self.max_retries]
 
 
 class Batches:
@@ -204,5 +204,5 @@ class Collate:
 
 
 def as_list(rows: list[Any]) -> list[Any]:
-    """Return the rows: what collates where there is no processor."""
+    """Return the rows unchanged; used as collate function without a processor."""
     return rows

@@ -1,4 +1,4 @@
-"""Pieces for loops that drive torch's own `DataLoader`; ours needs none of them."""
+"""Samplers and fetchers for loops that use torch's `DataLoader`; our own loader does not need them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DeviceMeshSampler:
-    """A batch sampler that gives this data rank its part of each global batch of another one."""
+    """A batch sampler that returns this data rank's part of each global batch of another sampler."""
 
     def __init__(
         self,
@@ -23,13 +23,13 @@ class DeviceMeshSampler:
         min_batch_size: int | None = None,
         skip_samples: int = 0,
     ) -> None:
-        """Remember what to divide.
+        """Store the arguments.
 
         Args:
-            original_sampler: gives the row numbers of each global batch, the same on every rank.
-            device_mesh: whose data ranks share a batch; None gives all of it.
+            original_sampler: yields the row indices of each global batch, the same on every rank.
+            device_mesh: mesh whose data ranks share a batch; None returns full batches.
             min_batch_size: smaller batches are dropped; by default the number of data ranks.
-            skip_samples: rows at the beginning that are left out, as consumed before.
+            skip_samples: number of rows to skip at the beginning, as already consumed.
 
         Raises:
             ArgumentError: a number outside its range.
@@ -40,31 +40,31 @@ class DeviceMeshSampler:
         self.skip_samples = at_least("skip_samples", skip_samples, 0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the row numbers of this rank's part of each batch."""
+        """Yield the row indices of this rank's part of each batch."""
         skip = self.skip_samples
         for batch in self.original_sampler:
-            left = list(batch)[skip:]
+            remaining = list(batch)[skip:]
             skip = max(0, skip - len(batch))
-            if left and len(left) >= self.min_batch_size:
-                yield left if self.device_mesh is None else left[self.device_mesh.get_slice(len(left))]
+            if remaining and len(remaining) >= self.min_batch_size:
+                yield remaining if self.device_mesh is None else remaining[self.device_mesh.get_slice(len(remaining))]
 
     def __len__(self) -> int:
-        """Return the number of batches that come, which a `torch.utils.data.BatchSampler` lets one know."""
+        """Return the number of batches; requires a `torch.utils.data.BatchSampler`."""
         of = self.original_sampler
         sampler, size = getattr(of, "sampler", None), getattr(of, "batch_size", 0)
         if not size or not hasattr(sampler, "__len__"):
             raise NotSized(f"how many batches a {type(of).__name__} makes is not known before the end")
-        whole, rest = divmod(len(sampler), size)  # type: ignore[arg-type]
-        sizes = [size] * whole + [rest] * (not getattr(of, "drop_last", False))
+        full, rest = divmod(len(sampler), size)  # type: ignore[arg-type]
+        sizes = [size] * full + [rest] * (not getattr(of, "drop_last", False))
         starts = range(0, size * len(sizes), size)
-        left = [rows - max(0, self.skip_samples - start) for start, rows in zip(starts, sizes, strict=True)]
-        return sum(rows >= max(1, self.min_batch_size) for rows in left)
+        remaining = [rows - max(0, self.skip_samples - start) for start, rows in zip(starts, sizes, strict=True)]
+        return sum(rows >= max(1, self.min_batch_size) for rows in remaining)
 
 
 class RetrySampler:
-    """A sampler that leaves out rows which cannot be loaded, and gives others in their place.
+    """A sampler that replaces rows that cannot be loaded.
 
-    It loads every row to find out, so every row is loaded twice. `DataLoader` loads each once.
+    It loads every row to check it, so every row is loaded twice. `DataLoader` loads each row once.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class RetrySampler:
         skip_samples: int = 0,
         seed: int = 42,
     ) -> None:
-        """Remember what to try.
+        """Store the arguments.
 
         Args:
-            original_sampler: row numbers.
+            original_sampler: yields row indices.
             dataset: the rows.
-            max_retries: how often a row that raises is tried again.
-            skip_samples: how many row numbers at the beginning are left out, as consumed before.
-            seed: of the permutation from which the numbers are filled up to the number of rows.
+            max_retries: number of retries for a row that raises.
+            skip_samples: number of row indices to skip at the beginning, as already consumed.
+            seed: seed of the permutation of replacement rows.
 
         Raises:
             ArgumentError: a number outside its range.
@@ -93,22 +93,22 @@ class RetrySampler:
         self.seed = at_least("seed", seed, 0)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield as many row numbers as there are rows, less those that are skipped.
+        """Yield as many row indices as there are rows, without the skipped ones.
 
         Raises:
             DataError: too few rows can be loaded.
         """
-        given, size = 0, len(self.dataset)
+        count, size = 0, len(self.dataset)
         for row in self._loadable():
-            given += 1
-            if given > self.skip_samples:
+            count += 1
+            if count > self.skip_samples:
                 yield row
-            if given == size:
+            if count == size:
                 return
-        raise DataError(f"only {given} of {size} rows could be loaded, and none in place of the others")
+        raise DataError(f"only {count} of {size} rows could be loaded, and none in place of the others")
 
     def __len__(self) -> int:
-        """Return how many row numbers come."""
+        """Return the number of row indices."""
         return max(0, len(self.dataset) - self.skip_samples)
 
     def _loadable(self) -> Iterator[int]:
@@ -135,7 +135,7 @@ class RetrySampler:
 
 
 class DeviceMeshIterableFetcher:
-    """Takes global batches from an iterable data set and hands out this data rank's part, as torch's fetchers do."""
+    """Reads global batches from an iterable data set and returns this data rank's part, like torch's fetchers."""
 
     def __init__(
         self,
@@ -148,15 +148,15 @@ class DeviceMeshIterableFetcher:
         min_batch_size: int | None = None,
         max_retries: int = 20,
     ) -> None:
-        """Begin to read.
+        """Start reading.
 
         Args:
             dataset: the rows.
             auto_collation: fetch batches; False fetches single rows.
-            collate_fn: makes a batch of this rank's rows.
+            collate_fn: collates this rank's rows.
             drop_last: drop a last batch smaller than `batch_size`.
             batch_size: rows of a global batch.
-            device_mesh: whose data ranks share a batch; None gives all of it.
+            device_mesh: mesh whose data ranks share a batch; None returns full batches.
             min_batch_size: a smaller last batch is dropped; by default the number of data ranks.
             max_retries: how often to continue reading after an error, if the iterator can (a generator cannot).
 
@@ -176,7 +176,7 @@ class DeviceMeshIterableFetcher:
         """Return this rank's part of the next global batch, collated, or the next row.
 
         Args:
-            possibly_batched_index: what torch passes; an iterable has no indices, so it is not looked at.
+            possibly_batched_index: argument of torch's fetchers; ignored, because an iterable has no indices.
 
         Raises:
             StopIteration: there is no further batch, or only one below `min_batch_size`.

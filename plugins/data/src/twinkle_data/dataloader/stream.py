@@ -1,4 +1,4 @@
-"""Streams in a data loader: rows in order from any number of workers, shuffled by a buffer, cut into global batches."""
+"""Streams in a data loader: rows in order from any number of workers, shuffle buffer, and global batches."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PlainStream:
-    """Anything that can be iterated again and again, as a stream; each worker reads all of it and keeps its chunks."""
+    """Adapts a repeatable iterable to a stream; each worker reads all of it and keeps its chunks."""
 
     def __init__(self, rows: Iterable[Any], chunk_rows: int = 64) -> None:
         self.rows, self.chunk_rows = rows, chunk_rows
@@ -28,10 +28,10 @@ class PlainStream:
 
 
 def shuffled(rows: Iterator[Any], buffer_size: int, seed: int, epoch: int) -> Iterator[Any]:
-    """Yield the rows in an order drawn from a buffer: a function of seed and epoch alone.
+    """Yield the rows in an order drawn from a buffer: a function of seed and epoch only.
 
-    The buffer is filled; then each further row takes the place of one drawn at random, which is handed out. A row comes
-    at most `buffer_size` rows too early, and may come any number too late.
+    The buffer is filled; then each further row replaces a random one, which is returned. A row can be at most
+    `buffer_size` rows early, and any number of rows late.
     """
     import numpy
 
@@ -46,7 +46,7 @@ def shuffled(rows: Iterator[Any], buffer_size: int, seed: int, epoch: int) -> It
 
 @dataclass
 class Cutter:
-    """Cuts rows into global batches, and counts what it leaves.
+    """Splits rows into global batches, and counts the dropped rows.
 
     Attributes:
         batch_size: rows of a global batch.
@@ -67,7 +67,7 @@ class Cutter:
             yield batch
 
     def rows_per_epoch(self, size: int) -> int:
-        """Return how many of `size` rows an epoch hands out."""
+        """Return the number of rows of an epoch of `size` rows."""
         rest = size % self.batch_size
         return size if rest >= self.min_batch_size else size - rest
 

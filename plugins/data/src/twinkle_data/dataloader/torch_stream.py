@@ -1,4 +1,4 @@
-"""The one place where a stream meets torch's loader; imported only when one is iterated, because it needs torch."""
+"""Adapter from streams to torch's loader; a separate module, because it imports torch."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -76,7 +76,7 @@ class Dataset:
 
     @_remote
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Join all added sets to one.
+        """Join all added data sets.
 
         Args:
             interleave: take one row of each in turn until the shortest is used up (the log says how many rows that
@@ -111,7 +111,7 @@ class Dataset:
 
     @_remote
     def __getitem__(self, idx: Any) -> Any:
-        """Return row `idx` as a dict; for a slice or a list of row numbers columns, for a column's name its values."""
+        """Return row `idx` as a dict; for a slice or a list of indices, columns; for a column's name, its values."""
         table = self._table()
         if isinstance(idx, str):
             transform.require_column(table, idx, "Dataset")
@@ -146,7 +146,7 @@ class Dataset:
         init_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Replace the columns by what a preprocessor makes of them.
+        """Replace the columns by the result of a preprocessor.
 
         It is called with a batch of columns (`dict[str, list]`) and returns columns; their number of rows and their
         names may be others. What it does not return is gone, unless `remove_columns=[...]` says which columns go: then
@@ -193,12 +193,12 @@ class Dataset:
         """
         call = called_with(filter_func, "filter", init_args, kwargs, transform.filter_options())
         name = self._named(dataset_meta)
-        kept = transform.filter_table(self._table(name), call.component, **call.options)
-        self._replace(name, kept, f"filter({call.name})")
+        filtered = transform.filter_table(self._table(name), call.component, **call.options)
+        self._replace(name, filtered, f"filter({call.name})")
 
     @_remote
     def cast_column(self, column: str, decode: bool = True) -> None:
-        """Make a column one of images.
+        """Convert a column to images.
 
         Args:
             column: holds paths, bytes, or dicts of them.
@@ -214,7 +214,7 @@ class Dataset:
 
     @_remote
     def set_template(self, template_func: Any, **kwargs: Any) -> None:
-        """Choose the template for `encode` and `check`.
+        """Set the template for `encode` and `check`.
 
         Args:
             template_func: in any form of component argument; an instance needs `batch_encode`.
@@ -228,7 +228,7 @@ class Dataset:
 
     @_remote
     def encode(self, add_generation_prompt: bool = False, **kwargs: Any) -> None:
-        """Turn conversations into tokens and labels.
+        """Encode conversations to tokens and labels.
 
         Rows without tokens are dropped, and the log counts them. It warns of rows in which no token is trained.
 
@@ -245,7 +245,7 @@ class Dataset:
         table = self._table()
         call = EncodeCall(template_for(self.template, "encode"), {"add_generation_prompt": add_generation_prompt})
         encoded = transform.map_table(table, call, "encode", None, with_indices=True, **kwargs)
-        # A template may make several rows of one (`split`); only what is missing is worth a word.
+        # A template may return several rows for one (`split`); only dropped rows are logged.
         self._drop_note("encode", len(table) - len(encoded), len(table))
         if not add_generation_prompt:
             warn_of_untrained(encoded, self.template)
@@ -280,7 +280,7 @@ class Dataset:
         mode: str = "immediate",
         **kwargs: Any,
     ) -> None:
-        """Write the rows to a file, which is there whole or not at all.
+        """Write the rows to a file, atomically.
 
         Args:
             output_path: the file; an existing one is replaced.
@@ -365,8 +365,8 @@ class Dataset:
 
     @staticmethod
     def _check_options(kwargs: Mapping[str, Any], what: str) -> None:
-        taken = {"with_indices", "with_rank", "fn_kwargs", "remove_columns"}
-        called_with(_nothing, what, None, dict(kwargs), transform.map_options() - taken)
+        supported = {"with_indices", "with_rank", "fn_kwargs", "remove_columns"}
+        called_with(_nothing, what, None, dict(kwargs), transform.map_options() - supported)
 
     @staticmethod
     def _drop_note(what: str, dropped: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls what a script passes to `map`, `filter` or `set_template`: builds it, runs it on columns, checks results."""
+"""Builds the components passed to `map`, `filter` and `set_template`, calls them, and checks their results."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ _PAIRS = frozenset({"positive", "negative", "chosen", "rejected"})
 
 @dataclass(frozen=True)
 class Call:
-    """A component ready to be called, its name for messages, and the keywords that are not its own."""
+    """A component to call, its name for messages, and the remaining keywords."""
 
     component: Callable[..., Any]
     name: str
@@ -23,7 +23,7 @@ class Call:
 def called_with(
     x: Any, kind: str, init_args: Mapping[str, Any] | None, kwargs: Mapping[str, Any], options: Collection[str]
 ) -> Call:
-    """Build the component `x` and part the keywords into its own and those of `datasets`.
+    """Build the component `x`, and separate its keywords from those of `datasets`.
 
     Args:
         x: any form of component argument, or any callable.
@@ -41,18 +41,18 @@ def called_with(
     component = registry().resolve(x, kind) if isinstance(x, str | type) else x
     if not callable(component):
         raise ComponentTypeError(f"{kind} is a {type(component).__name__}; give a name, a class or something callable")
-    own = _parameters(component) if isinstance(component, type) else set()
+    parameters = _parameters(component) if isinstance(component, type) else set()
     arguments = dict(init_args or {})
     rest: dict[str, Any] = {}
     for name, value in kwargs.items():
         if name in options:
             rest[name] = value
         elif name == "batched" and value:
-            continue  # what always happens
-        elif name in own and name not in arguments:
+            continue  # the only supported values
+        elif name in parameters and name not in arguments:
             arguments[name] = value
         else:
-            raise ArgumentError(_unknown(name, kind, own, arguments, options))
+            raise ArgumentError(_unknown(name, kind, parameters, arguments, options))
     label = getattr(component, "__name__", type(component).__name__)
     if isinstance(component, type):
         return Call(registry().build(x, kind, **arguments), label, rest)
@@ -65,7 +65,7 @@ def called_with(
 
 
 def template_from(x: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the template that `x` names or is.
+    """Resolve `x` to a template.
 
     Raises:
         ComponentTypeError: it is not a template.
@@ -89,7 +89,7 @@ def template_from(x: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def template_for(template: Any, wanted_by: str) -> Any:
-    """Return the template that `wanted_by` (`encode` or `check`) needs.
+    """Return the template for `wanted_by` (`encode` or `check`).
 
     Raises:
         TrainingStateError: no template was set.
@@ -117,14 +117,14 @@ def _unknown(name: str, kind: str, own: Collection[str], given: Collection[str],
         )
     if name in given:
         return f"{name!r} is given twice, in init_args and as a keyword"
-    known = sorted({*own, *options})
-    close = nearest(name, known, 1)
+    supported = sorted({*own, *options})
+    close = nearest(name, supported, 1)
     hint = f", nearest: {close[0]!r}" if close else ""
-    return f"unknown argument {name!r}{hint}; taken are {', '.join(known)}"
+    return f"unknown argument {name!r}{hint}; taken are {', '.join(supported)}"
 
 
 def clean_column(name: str, values: list[Any], *, deep: bool) -> list[Any]:
-    """Return the values of one column with the None-valued keys of messages and tools taken away.
+    """Return the values of one column without None-valued keys of messages and tools.
 
     Args:
         name: the column; only `messages` and `tools`, also inside preference pairs, are touched.
@@ -173,7 +173,7 @@ def call_on_columns(
     extra: Sequence[Any] = (),
     fn_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the columns that `function` makes of `columns`.
+    """Return the columns that `function` returns for `columns`.
 
     Args:
         function: takes a dict of columns, then `extra` and `fn_kwargs`; returns a dict of columns.
@@ -222,11 +222,11 @@ def _checked(result: Any, what: str) -> dict[str, Any]:
 def _beside(
     columns: Mapping[str, list[Any]], result: dict[str, Any], what: str, drop: Collection[str]
 ) -> dict[str, Any]:
-    kept = {name: values for name, values in columns.items() if name not in drop and name not in result}
+    other_columns = {name: values for name, values in columns.items() if name not in drop and name not in result}
     before, after = len(next(iter(columns.values()))), len(next(iter(result.values())))
-    if kept and before != after:
+    if other_columns and before != after:
         raise DataError(
-            f"{what} turned {before} rows into {after}, so the columns {', '.join(kept)} cannot stay; leave "
+            f"{what} turned {before} rows into {after}, so the columns {', '.join(other_columns)} cannot stay; leave "
             "remove_columns out, and return every column that is wanted"
         )
-    return {**kept, **result}
+    return {**other_columns, **result}

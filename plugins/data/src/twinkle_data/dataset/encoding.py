@@ -37,7 +37,7 @@ def row_length(row: Any, number: int) -> int:
 
 
 def table_lengths(table: Table) -> list[int]:
-    """Return `row_length` of every row, without reading more than one column where there is `length` or `input_ids`."""
+    """Return `row_length` of every row, reading only one column if there is `length` or `input_ids`."""
     if "length" in table.names:
         lengths = [int(value) for batch in arrow_batches(table, "length") for value in _numbers(batch)]
     elif "input_ids" in table.names:
@@ -50,7 +50,7 @@ def table_lengths(table: Table) -> list[int]:
 
 
 def token_counts(table: Table, name: str) -> list[int]:
-    """Return the number of entries in each cell of a column of lists; 0 for an empty cell, -1 where it is no list."""
+    """Return the number of entries in each cell of a column of lists; 0 for an empty cell, -1 if it is not a list."""
     import pyarrow
 
     counts: list[int] = []
@@ -78,7 +78,7 @@ def _numbers(column: Any) -> Iterable[Any]:
 
 
 def warn_of_untrained(table: Table, template: Any) -> None:
-    """Warn of rows whose labels are all -100, with their number; rows without lists of labels are not counted.
+    """Warn about rows whose labels are all -100; rows without lists of labels are not counted.
 
     Args:
         table: encoded rows.
@@ -88,9 +88,7 @@ def warn_of_untrained(table: Table, template: Any) -> None:
     if not empty:
         return
     length, how = getattr(template, "max_length", None), getattr(template, "truncation_strategy", None)
-    cut = (
-        f"what would be trained may lie behind max_length {length} (truncation_strategy: {how}), or " if length else ""
-    )
+    cut = f"the trained tokens may be beyond max_length {length} (truncation_strategy: {how}), or " if length else ""
     get_logger(__name__).warning(
         "encode: no token is trained in %d of %d rows; %sthe conversations have no assistant turn",
         empty, len(table), cut,
@@ -98,7 +96,7 @@ def warn_of_untrained(table: Table, template: Any) -> None:
 
 
 def untrained(table: Table) -> int:
-    """Return the number of rows whose `labels` are a list of nothing but -100."""
+    """Return the number of rows whose `labels` contain only -100."""
     import numpy
     import pyarrow
 
@@ -121,7 +119,7 @@ _NUMBERED = re.compile(r"row 0: ")
 
 
 class EncodeCall:
-    """`template.batch_encode` for `map`, less the rows that come out without tokens.
+    """`template.batch_encode` for `map`, without rows that have no tokens.
 
     With the template's `truncation_strategy="delete"` a row that cannot be encoded is left out too; otherwise it is an
     `EncodeError` with the number of the row in the data set. Errors of ours that are no `DataError` (the template's
@@ -158,13 +156,13 @@ class EncodeCall:
                 if forgiving and isinstance(error, EncodeError):
                     continue
                 raise EncodeError(f"row {index}: {_reason(error)}") from error
-        if not forgiving:  # each row alone is fine: the fault is in encoding them together
+        if not forgiving:  # each row can be encoded separately: the error is in encoding them together
             raise EncodeError(f"rows {indices[0]} to {indices[-1]}: {_reason(cause)}") from cause
         return Preprocessor.map_row_to_col(rows) or {"input_ids": []}
 
 
 class CheckCall:
-    """`template.batch_check` for `map`: the rows that it lets pass, as they are."""
+    """`template.batch_check` for `map`: returns the accepted rows unchanged."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -178,7 +176,7 @@ class CheckCall:
         return Preprocessor.map_row_to_col(passed, keys=None if passed else columns)
 
     def rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Return each row, or None where it cannot be encoded."""
+        """Return each row, or None if it cannot be encoded."""
         return list(self.template.batch_check(rows))
 
 

@@ -1,4 +1,4 @@
-"""The streaming data set: rows that come one after the other, from files, functions or hubs, never all in memory."""
+"""The streaming data set: rows from files, functions or hubs that are read one by one, never all in memory."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,20 +34,20 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 @dataclass
 class Part:
-    """One added set: where its rows come from, and what is done to them before sets are mixed."""
+    """One added data set: its source, and the steps before data sets are mixed."""
 
     source: Source
     stages: list[Stage] = field(default_factory=list)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows, with everything done."""
+        """Yield the rows after all steps."""
         for chunk in cut(self.source(), CHUNK_ROWS):
             yield from run_stages(self.stages, chunk).rows
 
 
 @remote_class(execute="first")
 class IterableDataset:
-    """Rows that are read, mapped, filtered and encoded while one iterates, as often as one iterates.
+    """Rows that are read, mapped, filtered and encoded during each iteration.
 
     Every method records what is to be done and returns at once. Rows pass through it in chunks of 64; a `DataLoader`
     with several workers gives each of them every n-th chunk, so the order of rows is the same for any number. The
@@ -58,7 +58,7 @@ class IterableDataset:
     """
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **kwargs: Any) -> None:
-        """Find the source; no row is read yet.
+        """Locate the source, without reading rows.
 
         Args:
             dataset_meta: where the rows are; None makes an empty set for `add_dataset`. `data` may be anything that can
@@ -103,7 +103,7 @@ class IterableDataset:
 
     @_remote
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Join all added streams to one.
+        """Join all added streams.
 
         Args:
             interleave: take one row of each in turn, until one of them has no more for a further round; False reads
@@ -123,7 +123,7 @@ class IterableDataset:
     # Rows
 
     def __len__(self) -> int:
-        """Refuse: how many rows there are shows only at the end."""
+        """Refuse: the number of rows is unknown before the end."""
         raise NotSized(f"{type(self).__name__} is a stream and has no length; iterate over it, or use Dataset")
 
     def __getitem__(self, idx: Any) -> Any:
@@ -158,7 +158,7 @@ class IterableDataset:
 
     @_remote
     def in_order(self, chunks: Iterable[list[Row]]) -> Iterator[Row]:
-        """Yield the rows of all chunks; what must see every row in its order is done here (saving, packing)."""
+        """Yield the rows of all chunks, and apply the steps that need all rows in order (saving, packing)."""
         for number, row in enumerate(self._assembled(itertools.chain.from_iterable(chunks))):
             self._saving.record(number, row)
             yield row
@@ -173,7 +173,7 @@ class IterableDataset:
         init_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a preprocessor, which gets columns and returns columns, as for `Dataset.map`.
+        """Record a preprocessor, from columns to columns, as for `Dataset.map`.
 
         Args:
             preprocess_func: as for `Dataset.map`.
@@ -210,12 +210,12 @@ class IterableDataset:
 
     @_remote
     def cast_column(self, column: str, decode: bool = True) -> None:
-        """Record that a column becomes one of images, as by `Dataset.cast_column`; rows without it stay as they are."""
+        """Record the conversion of a column to images, as in `Dataset.cast_column`; rows without it are unchanged."""
         self._record(None, ImageStage(column, decode))
 
     @_remote
     def set_template(self, template_func: Any, **kwargs: Any) -> None:
-        """Choose the template for `encode` and `check`; arguments and errors are those of `Dataset.set_template`."""
+        """Set the template for `encode` and `check`; arguments and errors are those of `Dataset.set_template`."""
         self.template = template_from(template_func, kwargs)
 
     @_remote
@@ -279,14 +279,14 @@ class IterableDataset:
     # Inside
 
     def _assembled(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Return what is handed out of the rows in their order: the rows, or packs of them."""
+        """Return the rows in order, or packs of them."""
         return rows
 
     def _every_row(self) -> Iterator[Row]:
         return self._assembled(itertools.chain.from_iterable(self.chunks()))
 
     def _raw_chunks(self) -> Iterator[Chunk]:
-        """Begin a pass over the rows, and yield them in chunks for which the last steps are still to be done."""
+        """Start a pass over the rows, and yield them in chunks before their final steps."""
         rows, _ = self._plan()
         for stage in self._recorded():
             if isinstance(stage, FilterStage):
@@ -294,7 +294,7 @@ class IterableDataset:
         return cut(rows, CHUNK_ROWS)
 
     def _plan(self) -> tuple[Iterator[Row], list[Stage]]:
-        """Return the rows as they are to be cut into chunks, and the steps for each chunk."""
+        """Return the rows before chunking, and the steps for each chunk."""
         parts = list(self._parts.values())
         if not parts:
             raise DataError(f"the data set is empty: give {type(self).__name__} a DatasetMeta, or call add_dataset")

@@ -1,4 +1,4 @@
-"""The lazy data set: raw rows in memory, everything else done to a row when it is read."""
+"""The lazy data set: raw rows in memory; all steps are applied when a row is read."""
 
 import bisect
 import itertools
@@ -22,7 +22,7 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 @dataclass(frozen=True)
 class Mixture:
-    """Maps row indices to rows of several sets, by arithmetic."""
+    """Maps row indices to rows of several data sets."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -88,7 +88,7 @@ class LazyDataset(Dataset):
         init_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the raw rows for which a filter is true, now: it sees them as they were loaded, before any `map`.
+        """Filter the raw rows immediately: the filter is called with rows as loaded, before any `map`.
 
         Arguments are those of `Dataset.filter`.
 
@@ -104,13 +104,13 @@ class LazyDataset(Dataset):
         name = self._named(dataset_meta)
         if before := self._stages_of.get(name or self._only()):
             get_logger(__name__).warning(
-                "filter() works on raw rows; it does not see what %s makes of them", ", ".join(s.name for s in before)
+                "filter() works on raw rows; it does not see the result of %s", ", ".join(s.name for s in before)
             )
         super().filter(filter_func, dataset_meta, init_args, **kwargs)
 
     @_remote
     def mix_dataset(self, interleave: bool = True) -> None:
-        """Join all added sets to one, without copying.
+        """Join all added data sets, without copying.
 
         Args:
             interleave: take one row of each in turn until the longest is used up; shorter ones begin again. False puts
@@ -129,7 +129,7 @@ class LazyDataset(Dataset):
 
     @_remote
     def cast_column(self, column: str, decode: bool = True) -> None:
-        """Make a column of the raw rows one of images; arguments and errors are those of `Dataset.cast_column`.
+        """Convert a column of the raw rows to images; arguments and errors are those of `Dataset.cast_column`.
 
         Of several sets, all that have the column are cast.
         """
@@ -178,7 +178,7 @@ class LazyDataset(Dataset):
 
     @_remote
     def __getitem__(self, idx: Any) -> Any:
-        """Return row `idx`, made now; for a slice or a list of row numbers columns, for a column's name its values.
+        """Compute row `idx`; for a slice or a list of indices, columns; for the name of a column, its values.
 
         Raises:
             DataError: a step makes no row of it, or several; the message names the step and the row.
@@ -200,12 +200,12 @@ class LazyDataset(Dataset):
 
     @property
     def column_names(self) -> list[str]:
-        """The names of the columns of the first row, which is made for that."""
+        """The names of the columns of the first row, which is computed for this."""
         return list(self._made(0))
 
     @_remote
     def row_lengths(self) -> list[int]:
-        """Refuse: lengths are known only when rows are made."""
+        """Refuse: lengths are known only after computing rows."""
         raise Unsupported(
             "a LazyDataset knows the length of a row only when it makes it; use Dataset where lengths are needed before"
         )

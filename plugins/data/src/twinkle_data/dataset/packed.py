@@ -1,4 +1,4 @@
-"""The packed data set: encoded rows put together into rows as long as the model takes, and the rules of packing."""
+"""The packed data set: concatenates encoded rows up to the maximum length, and the rules of packing."""
 
 import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 
 def capacity_of(template: Any) -> int:
-    """Return how many tokens a pack holds: the template's `max_length`, or 2048 without a template.
+    """Return the capacity of a pack in tokens: the template's `max_length`, or 2048 without a template.
 
     Raises:
         TrainingStateError: the template has no limit.
@@ -68,19 +68,19 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def check_lengths(lengths: Sequence[int], capacity: int, first: int = 0) -> None:
-    """Raise `DataError` that names the first row which has no tokens or does not fit into a pack."""
+    """Raise `DataError` for the first row that has no tokens or does not fit into a pack."""
     for number, length in enumerate(lengths, first):
         if length < 1:
             raise DataError(f"row {number} has no tokens, so it cannot be packed; encode it first, and drop empty rows")
         if length > capacity:
             raise DataError(
-                f"row {number} has {length} tokens and a pack holds {capacity}; give the template max_length={length} "
-                "or more, or a truncation_strategy that shortens or drops the row"
+                f"row {number} has {length} tokens, but a pack holds {capacity}; set max_length={length} of the "
+                "template, or a truncation_strategy that shortens or drops the row"
             )
 
 
 def joined(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], token_keys: Collection[str]) -> dict[str, Any]:
-    """Return one row that holds the rows one after the other.
+    """Concatenate rows to one row.
 
     Args:
         rows: encoded rows, each with `input_ids`.
@@ -113,12 +113,12 @@ def joined(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], token_keys
 def token_keys_of(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the keys that have, in every row that has them, one number (or list of numbers) for each token."""
     keys = {key for row in rows for key, value in row.items() if value is not None}
-    known = {key for key in keys if key in TOKEN_KEYS}
-    for key in keys - known:
-        held = [(row[key], len(row["input_ids"])) for row in rows if row.get(key) is not None]
-        if all(_one_a_token(value, length) for value, length in held):
-            known.add(key)
-    return known
+    token_keys = {key for key in keys if key in TOKEN_KEYS}
+    for key in keys - token_keys:
+        values = [(row[key], len(row["input_ids"])) for row in rows if row.get(key) is not None]
+        if all(_one_a_token(value, length) for value, length in values):
+            token_keys.add(key)
+    return token_keys
 
 
 def _one_a_token(value: Any, length: int) -> bool:
@@ -147,7 +147,7 @@ def _check_row(row: Mapping[str, Any], number: int, token_keys: Collection[str])
         )
     if "position_ids" in token_keys and int(row["position_ids"][0]) != 0:
         raise DataError(
-            f"row {number}: position_ids begin at {int(row['position_ids'][0])}; packed rows are told apart by "
+            f"row {number}: position_ids begin at {int(row['position_ids'][0])}; packed rows are separated by "
             "positions that begin at 0"
         )
 
@@ -159,7 +159,7 @@ def _entries(value: Any) -> Sequence[Any]:
 
 
 class Fill:
-    """Counts what was packed, for the log."""
+    """Statistics of packing, for the log."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.rows, self.tokens, self.packs = capacity, 0, 0, 0
@@ -223,8 +223,8 @@ class PackingDataset(Dataset):
         check_lengths(lengths, capacity)
         starts = range(0, len(lengths), GROUP_ROWS)
         groups = [lengths[start : start + GROUP_ROWS] for start in starts]
-        found = zip(starts, _packs_of(groups, capacity, self.packing_num_proc), strict=True)
-        self._packs = [[start + row for row in pack] for start, packs in found for pack in packs]
+        plans = zip(starts, _packs_of(groups, capacity, self.packing_num_proc), strict=True)
+        self._packs = [[start + row for row in pack] for start, packs in plans for pack in packs]
         self._token_keys = _token_columns(table, lengths)
         self._lengths = [sum(lengths[row] for row in pack) for pack in self._packs]
         fill = Fill(capacity)
@@ -289,7 +289,7 @@ class PackingDataset(Dataset):
 
 
 def from_one(name: str, value: Any) -> int:
-    """Return a whole number from 1 on, or raise `ArgumentError`."""
+    """Return an integer >= 1, or raise `ArgumentError`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(f"{name} is {value!r}; give a whole number from 1")
     return value

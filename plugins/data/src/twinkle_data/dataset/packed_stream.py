@@ -1,4 +1,4 @@
-"""The packed stream: encoded rows put together as they come, a window at a time."""
+"""The packed stream: concatenates encoded rows in their order, one window at a time."""
 
 import itertools
 import multiprocessing
@@ -30,7 +30,7 @@ class IterablePackingDataset(IterableDataset):
         cyclic: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Find the source; errors are those of `IterableDataset`.
+        """Locate the source; errors are those of `IterableDataset`.
 
         Args:
             dataset_meta: as for `IterableDataset`.
@@ -136,7 +136,7 @@ def _endless(begin_pass: Callable[[], Iterator[Chunk]]) -> Iterator[Chunk]:
 
 
 def _in_processes(chunks: Iterator[Chunk], stages: list[Stage], processes: int) -> Iterator[list[Row]]:
-    """Yield what the stages make of the chunks, in their order, a few chunks ahead of the reader."""
+    """Yield the chunks after all stages, in order, a few chunks ahead of the reader."""
     with ProcessPoolExecutor(processes, initializer=_begin_work, initargs=(stages,)) as pool:
         coming: deque[Future[list[Row]]] = deque()
         try:

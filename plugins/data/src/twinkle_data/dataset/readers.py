@@ -32,7 +32,7 @@ def read_file(path: Path, options: Mapping[str, Any]) -> Table:
 
 
 def reader_of(path: Path, readers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the one of `readers` that belongs to a file's ending, or raise `DataError`."""
+    """Return the reader for a file's ending, or raise `DataError`."""
     from twinkle_registry import nearest
 
     reader = readers.get(path.suffix.lower())
@@ -47,7 +47,7 @@ def reader_of(path: Path, readers: Mapping[str, Callable[..., Any]]) -> Callable
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what can go wrong when a file is read into a `DataError` that names it."""
+    """Raise errors of reading a file as a `DataError` that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -57,7 +57,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> Table:
-    """Read one JSON object a line; empty lines are skipped."""
+    """Read one JSON object per line; empty lines are skipped."""
     return from_rows(json_lines(path), str(path))
 
 
@@ -77,7 +77,7 @@ def json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def read_json(path: Path) -> Table:
-    """Read a list of objects, an object of columns (lists of one length), or JSON lines after all."""
+    """Read a list of objects, an object of columns (lists of equal length), or JSON lines."""
     text = path.read_text("utf-8-sig")
     try:
         value = json.loads(text)
@@ -124,12 +124,12 @@ def csv_cells(
 
     errors = pandas.errors
     try:
-        # index_col=False: else a first line with one cell too many moves every column by one.
+        # index_col=False: otherwise an extra cell in the first line shifts every column by one.
         options = {"sep": sep, "names": names, "dtype": object, "keep_default_na": False, "index_col": False}
         with pandas.read_csv(path, iterator=True, **options) as reader:
             while True:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("error", errors.ParserWarning)  # else cells beyond the columns are dropped
+                    warnings.simplefilter("error", errors.ParserWarning)  # otherwise surplus cells are dropped silently
                     frame = reader.read(lines)
                 # NaN: the line ended before this cell.
                 yield {
@@ -148,12 +148,12 @@ Number = type[int] | type[float]
 
 
 def fitting(cells: list[str | None], among: Sequence[Number] = (int, float)) -> list[Number]:
-    """Return the types of number in which every cell would be written as it is."""
+    """Return the number types that reproduce the text of every cell."""
     return [number for number in among if _fits(cells, number)]
 
 
 def converted(cells: list[str | None], number: Sequence[Number]) -> list[Any]:
-    """Return the cells as numbers of the one type given, or as they are if none is."""
+    """Convert the cells to the given number type; None leaves them unchanged."""
     return [None if cell is None else number[0](cell) for cell in cells] if number else list(cells)
 
 
@@ -202,7 +202,7 @@ def open_arrow(path: Path) -> Any:
 
 
 def read_text(path: Path) -> Table:
-    """Read one row `{"text": line}` a line; empty lines are skipped."""
+    """Read one row `{"text": line}` per line; empty lines are skipped."""
     with path.open(encoding="utf-8-sig") as file:
         lines = [line.rstrip("\r\n") for line in file]
     return from_columns({"text": [line for line in lines if line.strip()]}, str(path))
@@ -227,7 +227,7 @@ def _fits(cells: list[str | None], number: Number) -> bool:
 
 
 def _kept(value: int | float, text: str) -> bool:
-    """Say whether a number is written like the text, and has a place in Arrow: 64 bits, finite."""
+    """Return whether a number is written like the text and is representable in Arrow (64 bits, finite)."""
     return repr(value) == text and (math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63)
 
 
@@ -254,12 +254,12 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a JSON file, which is read whole."""
+    """Yield the rows of a JSON file, after reading all of it."""
     yield from read_json(path).rows()
 
 
 def csv_rows(path: Path, sep: str = ",", names: list[str] | None = None) -> Iterator[Row]:
-    """Yield the lines of a table; its types are found in a first pass, so they are those of `readers.read_csv`."""
+    """Yield the lines of a table; a first pass determines the types, so that they equal those of `readers.read_csv`."""
     numbers: dict[str, list[Number]] = {}
     for columns in csv_cells(path, sep, names, _ROWS):
         for name, cells in columns.items():
@@ -302,7 +302,7 @@ def arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def text_rows(path: Path) -> Iterator[Row]:
-    """Yield one row `{"text": line}` a line; empty lines are skipped."""
+    """Yield one row `{"text": line}` per line; empty lines are skipped."""
     with path.open(encoding="utf-8-sig") as file:
         lines = (line.rstrip("\r\n") for line in file)
         yield from ({"text": line} for line in lines if line.strip())

@@ -1,4 +1,4 @@
-"""Saves rows to a file: all at once or each when it is read, under a temporary name until the file is complete."""
+"""Saves rows to a file: all at once or while they are read; the file has a temporary name until it is complete."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ FORMATS = ("jsonl", "json", "csv", "parquet")
 
 
 def output_format(path: Path, wanted: str | None) -> str:
-    """Return the format of an output file: the one asked for, or that of its ending.
+    """Return the format of an output file: the requested one, or that of its ending.
 
     Raises:
         ArgumentError: neither names a known format.
@@ -72,7 +72,7 @@ class RowWriter:
             self._drain()
 
     def commit(self) -> None:
-        """Write what is left, and give the file its name."""
+        """Write the remaining rows, and rename the file to its final name."""
         try:
             self._drain()
             if self.format == "json":
@@ -131,8 +131,8 @@ class RowWriter:
         import pyarrow.parquet
 
         tables = self._tables or [_arrow_table([], self.columns or [], str(self.path))]
-        whole = pyarrow.concat_tables(tables, promote_options="permissive")
-        pyarrow.parquet.write_table(whole, self._work)
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
+        pyarrow.parquet.write_table(table, self._work)
 
 
 def _arrow_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], target: str) -> Any:
@@ -155,7 +155,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 class Saving:
-    """Writes the rows of one data set, and remembers which of them `mode="training"` has written."""
+    """Writes the rows of one data set, and records which of them `mode="training"` has written."""
 
     def __init__(self) -> None:
         self._writer: RowWriter | None = None
@@ -175,7 +175,7 @@ class Saving:
         columns: Sequence[str] | None,
         rows: Callable[[], Rows],
     ) -> None:
-        """Write all of `rows()` now, or begin to record; arguments and errors are those of `Dataset.save_as`."""
+        """Write all of `rows()`, or start recording; arguments and errors are those of `Dataset.save_as`."""
         if mode not in ("immediate", "training"):
             raise ArgumentError(f"save_as: mode is {mode!r}; use 'immediate' or 'training'")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -209,6 +209,6 @@ class Saving:
         writer.commit()
 
     def refuse_change(self, change: str) -> None:
-        """Raise `TrainingStateError` if rows are being recorded: others would now come under their numbers."""
+        """Raise `TrainingStateError` if rows are being recorded, because their indices would change."""
         if self._writer is not None:
             raise TrainingStateError(f"rows are being saved to {self._writer.path}; call flush_save() before {change}")

@@ -1,4 +1,4 @@
-"""From a `DatasetMeta` to its rows, as a table or as a stream: memory, functions, local files and folders, hubs."""
+"""Loads the rows of a `DatasetMeta` as a table or a stream, from memory, functions, files, folders and hubs."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ Source = Callable[[], Iterator[Row]]
 
 
 def load(meta: DatasetMeta, options: Mapping[str, Any], what: str = "Dataset") -> Table:
-    """Return the rows that `meta` names, its slice applied.
+    """Return the rows of `meta`, with its slice applied.
 
     Args:
         meta: see `DatasetMeta`.
@@ -129,7 +129,7 @@ def column_of(key: str, values: Any, name: str) -> list[Any]:
 
 
 def checked_rows(data: Iterable[Any], name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield rows in memory, or raise `DataError` at the first that is no dict."""
+    """Yield rows in memory, or raise `DataError` at the first that is not a dict."""
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise DataError(
@@ -149,7 +149,7 @@ def _from_place(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
 
 
 def hub_reference(meta: DatasetMeta) -> str | None:
-    """Return the `scheme://...` that a data set's id means, or None for a path of this machine."""
+    """Return the `scheme://...` reference of a data set's id, or None for a local path."""
     from twinkle.hub.local import reference_of, scheme_of
 
     name = str(meta.dataset_id)
@@ -164,8 +164,8 @@ def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> 
     from twinkle_registry import check_keywords
 
     hub = open_hub(reference)
-    what = f"data set {meta.dataset_id!r}"
-    check_keywords(hub.load_dataset, options, what=what, args=(reference, meta.subset_name, meta.split))
+    name = f"data set {meta.dataset_id!r}"
+    check_keywords(hub.load_dataset, options, what=name, args=(reference, meta.subset_name, meta.split))
     rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
     return _in_memory(rows, meta.split, reference)
 
@@ -234,37 +234,37 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{folder} holds no data file; a data file ends in {', '.join(READERS)}")
     of_word = {word: name for name, words in _SPLITS.items() for word in words}
     of_word |= dict.fromkeys(_SPLITS.get(split, (split.lower(),)), split)
-    named = {path: _splits_of(path.relative_to(folder), of_word) for path in files}
-    chosen = [path for path in files if split in named[path]]
-    if not chosen and split == "train":
-        chosen = [path for path in files if not named[path]]
+    splits = {path: _splits_of(path.relative_to(folder), of_word) for path in files}
+    matching = [path for path in files if split in splits[path]]
+    if not matching and split == "train":
+        matching = [path for path in files if not splits[path]]
     names = ", ".join(str(path.relative_to(folder)) for path in files[:8])
-    if not chosen:
+    if not matching:
         raise DataError(f"{folder} has no file of split {split!r}; it has {names}")
-    if both := [path for path in chosen if len(named[path]) > 1]:
+    if both := [path for path in matching if len(splits[path]) > 1]:
         raise DataError(
-            f"{both[0]} names the splits {' and '.join(sorted(named[both[0]]))}; rename it, put it into a folder that "
+            f"{both[0]} names the splits {' and '.join(sorted(splits[both[0]]))}; rename it, put it into a folder that "
             "has the name of its split, or give the file itself as dataset_id"
         )
-    if len({path.suffix.lower() for path in chosen}) > 1:
+    if len({path.suffix.lower() for path in matching}) > 1:
         raise DataError(f"{folder} mixes formats ({names}); name one file, or keep one format in the folder")
-    return chosen
+    return matching
 
 
 def _splits_of(path: Path, of_word: Mapping[str, str]) -> set[str]:
-    """Return the splits that a relative path names: one, none, or those between which it does not decide."""
+    """Return the splits in a relative path: none, one, or several if it is ambiguous."""
     folders = [part.lower() for part in path.parent.parts[::-1]]
     for part in folders:
         if part in of_word:
             return {of_word[part]}
     for part in (path.stem.lower(), *folders):
-        if named := {of_word[word] for word in re.split(r"[^a-z]+", part) if word in of_word}:
-            return named
+        if splits := {of_word[word] for word in re.split(r"[^a-z]+", part) if word in of_word}:
+            return splits
     return set()
 
 
 def absent(asked: str, path: Path) -> str:
-    """Return the words for a data set that is not on this machine."""
+    """Return the error text for a data set that does not exist locally."""
     from twinkle_registry import nearest
 
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -320,7 +320,7 @@ def open_stream(meta: DatasetMeta, options: Mapping[str, Any]) -> Source:
 
 
 def checked_slice(wanted: Any) -> slice | Sequence[int]:
-    """Return a `data_slice` that can be read forwards: a slice, or row numbers that never go down.
+    """Return a `data_slice` for forward reading: a slice, or ascending row indices.
 
     Raises:
         DataError: the slice is not ascending, counts from the end, or has values other than row indices.
@@ -346,7 +346,7 @@ def _neighbours(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _sliced(source: Source, wanted: slice | Sequence[int]) -> Iterator[Row]:
-    """Yield the wanted rows; a number i beyond the n rows of the stream is row i mod n, read in another pass."""
+    """Yield the selected rows; an index i beyond the n rows of the stream is row i mod n, read in another pass."""
     if isinstance(wanted, slice):
         yield from itertools.islice(source(), wanted.start, wanted.stop, wanted.step)
         return
@@ -407,7 +407,7 @@ def _rows_of(data: Any, split: str, name: str) -> Iterator[Row]:
     elif isinstance(data, pyarrow.Table):
         yield from from_arrow(data).rows()
     elif isinstance(data, datasets.IterableDataset):
-        # Not `iter(data)`: in torch's worker processes that gives each of them a part of the rows.
+        # Not `iter(data)`: in torch's worker processes, it would yield only a part of the rows.
         for columns in data.with_format(None).iter(batch_size=64):
             yield from (_cleaned(row, deep=True) for row in Preprocessor.map_col_to_row(columns))
     elif isinstance(data, Mapping):
@@ -475,7 +475,7 @@ def _stream_of_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]
         hub = open_hub(reference)
         if "streaming" in inspect.signature(hub.load_dataset).parameters:
             options = {**options, "streaming": True}
-        what = f"data set {meta.dataset_id!r}"
-        check_keywords(hub.load_dataset, options, what=what, args=(reference, meta.subset_name, meta.split))
+        name = f"data set {meta.dataset_id!r}"
+        check_keywords(hub.load_dataset, options, what=name, args=(reference, meta.subset_name, meta.split))
         rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
     return _stream_of_memory(rows, meta.split, reference)

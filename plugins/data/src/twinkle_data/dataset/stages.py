@@ -1,4 +1,4 @@
-"""Recorded steps: what `map`, `filter`, `encode` and `check` do to a few rows when these are read."""
+"""Recorded steps of `map`, `filter`, `encode` and `check`, applied to chunks of rows when these are read."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ FILTER_OPTIONS = frozenset({"fn_kwargs"})
 
 @dataclass
 class Chunk:
-    """A few rows, and for each how errors number it: its place in the source, or the places of a whole chunk."""
+    """A chunk of rows, with their indices for errors: the index in the source, or the range of the whole chunk."""
 
     rows: list[Row]
     numbers: list[int | str]
@@ -35,7 +35,7 @@ class Chunk:
             yield Chunk(self.rows[place], self.numbers[place])
 
     def replaced(self, rows: list[Row]) -> "Chunk":
-        """Return other rows in place of these; if they are as many, each keeps its number."""
+        """Return a chunk with other rows; if their number is the same, the indices are kept."""
         if len(rows) == len(self.rows) or not self.numbers:
             return Chunk(rows, self.numbers)
         ends = (str(self.numbers[0]).split(" to ")[0], str(self.numbers[-1]).split(" to ")[-1])
@@ -53,7 +53,7 @@ class MapStage:
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, chunk: Chunk) -> Chunk:
-        """Return the rows that the preprocessor makes."""
+        """Return the result of the preprocessor."""
         return _joined(part.replaced(self._rows(part.rows)) for part in chunk.parts(self.batch_size))
 
     def _rows(self, rows: list[Row]) -> list[Row]:
@@ -83,7 +83,7 @@ class FilterStage:
 
 @dataclass(frozen=True)
 class EncodeStage:
-    """Encodes at most `batch_size` rows at a time by a template; those that come out without tokens are gone."""
+    """Encodes at most `batch_size` rows at a time by a template; rows without tokens are dropped."""
 
     call: EncodeCall
     batch_size: int = 1000
@@ -99,7 +99,7 @@ class EncodeStage:
 
 @dataclass(frozen=True)
 class CheckStage:
-    """Drops the rows that a template cannot encode, looking at `batch_size` rows at a time."""
+    """Drops the rows that a template cannot encode, in batches of `batch_size` rows."""
 
     call: CheckCall
     batch_size: int = 1000
@@ -116,7 +116,7 @@ class CheckStage:
 
 @dataclass(frozen=True)
 class ImageStage:
-    """Makes one column one of images."""
+    """Converts one column to images."""
 
     column: str
     decode: bool
@@ -144,7 +144,7 @@ Stage = MapStage | FilterStage | EncodeStage | CheckStage | ImageStage
 
 
 def run_stages(stages: Iterable[Stage], chunk: Chunk) -> Chunk:
-    """Return what all stages, one after the other, make of a few rows."""
+    """Apply all stages to a chunk of rows."""
     for stage in stages:
         chunk = stage(chunk)
     return chunk
@@ -194,7 +194,7 @@ def _nothing() -> None:
 
 
 def _read_when_asked(what: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords without those of `datasets` that say what happens anyway; refuse those that do not."""
+    """Remove keywords of `datasets` that equal the fixed behaviour, and refuse other values of them."""
     rest = dict(kwargs)
     if rest.pop("num_proc", None) not in (None, 1):
         raise ArgumentError(
@@ -228,8 +228,8 @@ def _kept(chunk: Chunk, keep: Sequence[bool]) -> Chunk:
 
 
 def _joined(parts: Iterable[Chunk]) -> Chunk:
-    whole = Chunk([], [])
+    joined = Chunk([], [])
     for part in parts:
-        whole.rows += part.rows
-        whole.numbers += part.numbers
-    return whole
+        joined.rows += part.rows
+        joined.numbers += part.numbers
+    return joined

@@ -18,7 +18,7 @@ _CHUNK = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """A `datasets.Dataset` and the names of its columns that hold JSON text."""
+    """A `datasets.Dataset` and the names of its columns with JSON text."""
 
     hf: Any
     packed: frozenset[str] = frozenset()
@@ -51,11 +51,11 @@ class Table:
                 yield dict(zip(columns, values, strict=True))
 
     def restore_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one row of `hf` as it was put in."""
+        """Return one row of `hf` in its original form."""
         return {name: values[0] for name, values in self.restore_columns({k: [v] for k, v in row.items()}).items()}
 
     def restore_columns(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return columns of `hf` as they were put in."""
+        """Return columns of `hf` in their original form."""
         return {name: self._restore(name, columns[name]) for name in columns}
 
     def select(self, indices: Iterable[int]) -> "Table":
@@ -89,7 +89,7 @@ def from_rows(rows: Iterable[Mapping[str, Any]], source: str) -> Table:
 
 
 def from_columns(columns: Mapping[str, Sequence[Any]], source: str, first: int | None = 0) -> Table:
-    """Return a table of columns of one length.
+    """Return a table of columns of equal length.
 
     Args:
         columns: the values by name.
@@ -123,7 +123,7 @@ def from_arrow(table: Any) -> Table:
 
 
 def join(tables: Sequence[Table], source: str) -> Table:
-    """Return all rows of the tables, one after the other; a column that one table lacks is None there.
+    """Return all rows of the tables, one after the other; columns that a table lacks are None.
 
     Raises:
         DataError: a column has types that do not fit together.
@@ -143,25 +143,25 @@ def join(tables: Sequence[Table], source: str) -> Table:
 
 
 def pack_columns(table: Table, names: Iterable[str]) -> Table:
-    """Return the table with these columns (those that it has) kept as JSON text."""
+    """Return the table with these columns, if present, stored as JSON text."""
     import pyarrow
 
-    wanted = [name for name in names if name in table.names and name not in table.packed]
-    if not wanted:
+    columns = [name for name in names if name in table.names and name not in table.packed]
+    if not columns:
         return table
     arrow = _arrow(table.hf)
-    restored = {name: clean_column(name, arrow.column(name).to_pylist(), deep=True) for name in wanted}
-    for name in wanted:
+    restored = {name: clean_column(name, arrow.column(name).to_pylist(), deep=True) for name in columns}
+    for name in columns:
         texts = _pack(restored[name])
         if texts is None:
             raise DataError(f"column {name!r} holds values that are not plain JSON in one set and dicts in another")
         arrow = arrow.set_column(arrow.column_names.index(name), name, pyarrow.array(texts, pyarrow.string()))
-    features = {k: v for k, v in table.hf.features.items() if k not in wanted}
-    return Table(_from_arrow(arrow.replace_schema_metadata(None), [features]), table.packed | set(wanted))
+    features = {k: v for k, v in table.hf.features.items() if k not in columns}
+    return Table(_from_arrow(arrow.replace_schema_metadata(None), [features]), table.packed | set(columns))
 
 
 def fingerprint() -> str:
-    """Return a fresh name for rows; computing one from a gigabyte of content takes ten seconds."""
+    """Return a unique fingerprint of rows; hashing a gigabyte of content would take ten seconds."""
     return uuid.uuid4().hex[:16]
 
 
@@ -172,15 +172,15 @@ def _arrow(hf: Any) -> Any:
 
 
 def _from_arrow(arrow: Any, features: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a data set; the features (images, for one) that all parts agree on are kept."""
+    """Return a data set; features (such as images) that all parts agree on are kept."""
     import datasets
     from datasets.table import InMemoryTable
 
     inferred = datasets.Features.from_arrow_schema(arrow.schema)
     for name in arrow.column_names:
-        known = [part[name] for part in features if name in part and part[name] != datasets.Value("null")]
-        if known and all(feature == known[0] for feature in known):
-            inferred[name] = known[0]
+        types = [part[name] for part in features if name in part and part[name] != datasets.Value("null")]
+        if types and all(feature == types[0] for feature in types):
+            inferred[name] = types[0]
     info = datasets.DatasetInfo(features=inferred)
     return datasets.Dataset(InMemoryTable(arrow.cast(inferred.arrow_schema)), info=info, fingerprint=fingerprint())
 
@@ -194,7 +194,7 @@ def _has_dict(value: Any) -> bool:
 
 
 def _pack(values: Sequence[Any]) -> list[str | None] | None:
-    """Return each value as JSON text, or None where they are not plain data (images, bytes)."""
+    """Return each value as JSON text, or None if they are not plain data (images, bytes)."""
     try:
         return [None if value is None else json.dumps(value, ensure_ascii=False, default=_plain) for value in values]
     except TypeError:
@@ -232,7 +232,7 @@ def _surrogate(name: str, values: Sequence[Any], first: int | None) -> str:
             row = f"row {first + place}, " if first is not None else ""
             around = error.object[max(error.start - 20, 0) : error.end + 20]
             return (
-                f"{row}column {name!r}: not valid Unicode, a lone surrogate in {around!a}; mend the text, for "
+                f"{row}column {name!r}: not valid Unicode, a lone surrogate in {around!a}; repair the text, for "
                 "example by text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
     return ""

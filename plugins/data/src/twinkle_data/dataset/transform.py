@@ -1,4 +1,4 @@
-"""Runs a function over a table with `datasets.map` and `datasets.filter`: batching, processes and cache are theirs.
+"""Runs a function over a table with `datasets.map` and `datasets.filter`: which provide batching, processes and cache.
 
 Each batch comes back as one cell that holds an Arrow table of its own. So a batch may have other types, columns and
 numbers of rows than the first one, and the whole gets the types that fit all of it.
@@ -21,7 +21,7 @@ from twinkle.filter import Filter
 from twinkle_data.dataset.calls import call_on_columns
 from twinkle_data.dataset.table import Table, fingerprint, from_columns, join
 
-# Arguments of `datasets` that would break what `map` promises: columns in and out, types found over all rows.
+# Arguments of `datasets` that contradict the contract of `map`: columns in and out, types inferred over all rows.
 _OURS = {"function", "batched", "input_columns", "features", "cache_file_name", "new_fingerprint", "on_mixed_types"}
 _OURS |= {"try_original_type", "disable_nullable", "suffix_template"}
 
@@ -37,7 +37,7 @@ def filter_options() -> set[str]:
 
 
 def map_table(table: Table, function: Callable[..., Any], what: str, drop: list[str] | None, **options: Any) -> Table:
-    """Return the columns that `function` gives for the columns of `table`, batch by batch.
+    """Apply `function` to the columns of `table`, batch by batch.
 
     Args:
         table: the rows.
@@ -82,7 +82,7 @@ class ColumnsCall:
     """Calls a function with restored columns and returns its columns as one cell."""
 
     def __init__(self, table: Table, function: Callable[..., Any], what: str, drop: frozenset[str] | None) -> None:
-        # Only what restoring needs: the call is sent to other processes and hashed, the rows are not its business.
+        # Only the fields needed to restore rows, because the object is hashed and sent to other processes.
         self.restore = functools.partial(Table.restore_columns, Table(None, table.packed))
         self.function, self.what, self.drop = function, what, drop
 
@@ -102,7 +102,7 @@ class RowCall:
         self.function = function
 
     def __call__(self, row: Mapping[str, Any], *extra: Any, **fn_kwargs: Any) -> bool:
-        """Return whether the row stays."""
+        """Return whether to keep the row."""
         return bool(self.function(self.restore(row), *extra, **fn_kwargs))
 
 
@@ -114,19 +114,19 @@ def _options(method: str) -> set[str]:
 
 
 def _run(table: Table, method: str, call: Any, options: Mapping[str, Any], **fixed: Any) -> Any:
-    kept = {"load_from_cache_file": False, **options}
-    kept |= _where(table, call, kept) | fixed
+    cache_options = {"load_from_cache_file": False, **options}
+    cache_options |= _where(table, call, cache_options) | fixed
     if method == "map":
         import datasets
 
         text = datasets.Value("string")
-        kept["features"] = datasets.Features({"table": datasets.Value("large_binary"), "packed": [text]})
+        cache_options["features"] = datasets.Features({"table": datasets.Value("large_binary"), "packed": [text]})
     with _bars_only_on_terminals():
-        return getattr(table.hf, method)(call, **kept)
+        return getattr(table.hf, method)(call, **cache_options)
 
 
 def _where(table: Table, call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cache arguments of the result: never a file beside the source; no file for rows in memory."""
+    """Return the cache arguments of the result: never a file next to the source, and no file for rows in memory."""
     if options["load_from_cache_file"]:
         from twinkle.paths import cache_dir
 

@@ -79,8 +79,8 @@ class DistillationConfig(RunConfig):
     @property
     def loss_inputs(self) -> tuple[str, ...]:
         """See `RunConfig.loss_inputs`."""
-        whole = self.teacher.topk is None
-        return ("teacher_logits",) if whole else ("teacher_topk_logprobs", "teacher_topk_indices")
+        full_distributions = self.teacher.topk is None
+        return ("teacher_logits",) if full_distributions else ("teacher_topk_logprobs", "teacher_topk_indices")
 
     def models(self) -> Iterator[str]:
         """See `RunConfig.models`."""

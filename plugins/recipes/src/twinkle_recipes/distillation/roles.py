@@ -1,4 +1,4 @@
-"""Teacher and student of distillation: what the teacher thinks of rows, and rows that the student samples itself."""
+"""Teacher and student of distillation: the teacher's outputs for rows, and rows that the student samples."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
@@ -13,14 +13,14 @@ from twinkle_recipes.policy.rollouts import build_sampler, check_room, params_of
 from twinkle_recipes.run.building import build_frozen, check_tokens
 
 Teacher = Callable[[Sequence[Any]], dict[str, Any]]
-"""Takes rows, and returns what the loss needs of the teacher, as keyword arguments."""
+"""Maps rows to the teacher's outputs, as keyword arguments of the loss."""
 
 
 def build_teacher(config: DistillationConfig, student: Any) -> Teacher:
     """Load the teacher.
 
     Raises:
-        ConfigError: it has other tokens than the student.
+        ConfigError: its vocabulary differs from the student's.
     """
     check_tokens(config, config.teacher.id, "teacher")
     model = build_frozen(config, config.teacher)
@@ -32,7 +32,7 @@ def build_teacher(config: DistillationConfig, student: Any) -> Teacher:
         return {"teacher_logits": outputs["logits"]}
 
     def most_probable(rows: Sequence[Any]) -> dict[str, Any]:
-        # The loss takes them as they come, so they are made at its temperature.
+        # The loss does not rescale the teacher's outputs, so they are computed at its temperature.
         temperature = config.loss.args.get("temperature", 1.0)
         outputs = model.forward_only(inputs=rows, topk_logprobs=topk, temperature=temperature, **config.in_memory)
         return {"teacher_topk_logprobs": outputs["topk_logprobs"], "teacher_topk_indices": outputs["topk_indices"]}
@@ -41,16 +41,16 @@ def build_teacher(config: DistillationConfig, student: Any) -> Teacher:
 
 
 def check_logits(config: DistillationConfig, student: Any, teacher: Any) -> None:
-    """Compare how many tokens the logits of student and teacher are of.
+    """Compare the vocabulary sizes of the logits of student and teacher.
 
     Raises:
-        ConfigError: they differ, and whole distributions are to be compared; or `teacher.topk` asks for more.
+        ConfigError: they differ and full distributions are compared, or `teacher.topk` exceeds them.
     """
     sizes = [model.model.config.get_text_config().vocab_size for model in (student, teacher)]
     if config.teacher.topk is not None and config.teacher.topk > min(sizes):
         raise ConfigError(
-            f"teacher.topk {config.teacher.topk} is more than the {min(sizes)} tokens that there are; give less, or "
-            "leave it out to compare whole distributions"
+            f"teacher.topk must be at most the vocabulary size, {min(sizes)}, got {config.teacher.topk}; reduce it, or "
+            "omit it to compare full distributions"
         )
     if sizes[0] != sizes[1] and config.teacher.topk is None:
         raise ConfigError(
@@ -61,7 +61,7 @@ def check_logits(config: DistillationConfig, student: Any, teacher: Any) -> None
 
 
 class Student:
-    """Samples answers from the model that is trained, the same for the same run and step.
+    """Samples answers from the trained model, reproducibly for each run and step.
 
     Args:
         config: of the run.
@@ -74,14 +74,14 @@ class Student:
         self._syncing = CheckpointEngineManager(model=model, sampler=self.sampler)
 
     def check_room(self, loaders: Iterable[Any]) -> None:
-        """Find out whether there is room for an answer behind every prompt: see `rollouts.check_room`."""
+        """Check that every prompt leaves room for an answer, see `rollouts.check_room`."""
         check_room(self.sampler, loaders, self._config.data, _prompt, _prompt_length)
 
     def answers(self, rows: Sequence[Mapping[str, Any]], step: int) -> list[Any]:
-        """Return the student's answers to the prompts of some rows, with its weights as they are now.
+        """Return the student's answers to the prompts of rows, sampled with its current weights.
 
-        What is drawn is a function of (seed of the run, step, place of the row). An answer without a token is left
-        out: there is nothing in it to learn from.
+        The answers are a function of (seed of the run, step, index of the row). Empty answers are omitted, because they
+        have no tokens to train.
         """
         settings = self._config.sampling
         self._syncing.sync_weights(merge_and_sync=settings.merge_and_sync)
@@ -93,17 +93,17 @@ class Student:
 
 
 def is_on_policy(config: DistillationConfig, step: int) -> bool:
-    """Return whether the student answers in this step, which a coin decides (arXiv:2306.13649, algorithm 1)."""
+    """Return whether the student answers in this step, decided at random (arXiv:2306.13649, algorithm 1)."""
     return Random(seed_of(config.seed, step)).random() < config.on_policy
 
 
 def asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation without the answer that it may end with."""
+    """Return a conversation without its final answer, if it has one."""
     return list(messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages)
 
 
 def encode_conversations(dataset: Any, config: DistillationConfig) -> None:
-    """Turn conversations into tokens; where the student answers in all steps, without the answers that they end with.
+    """Encode conversations; if the student answers in all steps, without their final answers.
 
     Raises:
         EncodeError: the student is to answer, and there is no question; or the answer given is to be learnt from, and
@@ -113,13 +113,13 @@ def encode_conversations(dataset: Any, config: DistillationConfig) -> None:
         messages = dataset[number].get("messages") or ()
         if config.on_policy > 0 and not asked(messages):
             raise EncodeError(
-                f"row {number}: there is nothing before the answer that the student could answer itself; leave the "
-                "row out, or learn from given answers alone: on_policy 0"
+                f"row {number}: there is no prompt before the answer; drop the "
+                "row, or use only the answers of the data: on_policy 0"
             )
         if config.on_policy < 1 and messages and all(message["role"] != "assistant" for message in messages):
             raise EncodeError(
-                f"row {number} has no answer, and with on_policy {config.on_policy:g} given answers are learnt from "
-                "too; give it one, or let the student answer always: on_policy 1"
+                f"row {number} has no answer, but with on_policy {config.on_policy:g} answers of the data are used "
+                "too; add an answer, or let the student always answer: on_policy 1"
             )
     if config.samples:
         dataset.map(lambda columns: {"messages": [asked(messages) for messages in columns["messages"]]})

@@ -1,4 +1,4 @@
-"""Every answer of a run in `completions.jsonl`, and some of them on the screen now and then."""
+"""Writes every answer of a run to `completions.jsonl`, and shows some of them."""
 
 import json
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from twinkle_recipes.policy.config import GRPOConfig
 from twinkle_recipes.policy.rollouts import Answer
 from twinkle_recipes.policy.scoring import Scores
 
-_SHOWN = 300  # characters of a text on the screen; the file has all of it
+_SHOWN = 300  # characters of a text on the screen; the file has the full text
 
 
 class Completions:
     """Writes the answers of each step, one JSON line each, and shows some.
 
     Args:
-        folder: of the run.
-        config: of the run.
-        show: where tables go.
-        first_step: the step that the run goes on with; lines of it and later ones are dropped, so that none stands
-            there twice.
+        folder: the run folder.
+        config: configuration of the run.
+        show: the display.
+        first_step: the first step of this part of the run; existing lines of it and of later steps are dropped, so that
+            no step is written twice.
     """
 
     def __init__(self, folder: Path, config: GRPOConfig, show: Display, first_step: int) -> None:
@@ -36,7 +36,7 @@ class Completions:
             write_text(self._path, "".join(f"{line}\n" for line in lines if _is_before(line, first_step)))
 
     def add(self, step: int, answers: Sequence[Answer], scores: Scores) -> None:
-        """Write the answers of a step, and show some if it is their turn.
+        """Write the answers of a step, and show some if a table is due.
 
         Raises:
             OutputError: the file cannot be written.
@@ -51,14 +51,14 @@ class Completions:
             self._table(step, answers, scores)
 
     def _line(self, step: int, answer: Answer, scores: Scores, index: int) -> dict[str, object]:
-        kept = index in scores.advantages
+        is_scored = index in scores.advantages
         advantage: Any = scores.advantages.get(index)
         return {
             "step": step,
             "prompt": answer.prompt,
             "completion": answer.text,
-            "reward": scores.total[index] if kept else None,
-            "rewards": {name: values[index] for name, values in scores.by_name.items()} if kept else {},
+            "reward": scores.total[index] if is_scored else None,
+            "rewards": {name: values[index] for name, values in scores.by_name.items()} if is_scored else {},
             "advantage": advantage.tolist() if hasattr(advantage, "tolist") else advantage,
             "tokens": len(answer.logps),
             "stop_reason": answer.stop_reason,

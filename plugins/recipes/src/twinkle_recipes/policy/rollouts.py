@@ -1,4 +1,4 @@
-"""One step's answers: drawn from the sampler as rows that can be trained on, in groups, the same for the same seed."""
+"""Samples the answers of a step, in groups, as rows for training; reproducible by seed."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ class Answer:
     Attributes:
         row: prompt and answer as one encoded row, with `messages` and `user_data`; it trains the answer's tokens.
         logps: the log-probability of each of its tokens as the sampler computed it.
-        text: what was said.
-        stop_reason: why it ended; `length` is an answer that was cut off.
+        text: the decoded answer.
+        stop_reason: why it ended; `length` means that it was truncated.
         group: number of its prompt in the step.
     """
 
@@ -31,9 +31,9 @@ class Answer:
 
     @property
     def prompt(self) -> str:
-        """The last thing that the user said."""
-        said = [turn["content"] for turn in self.row.get("messages", ()) if turn["role"] == "user"]
-        return str(said[-1]) if said else ""
+        """The last message of the user."""
+        texts = [turn["content"] for turn in self.row.get("messages", ()) if turn["role"] == "user"]
+        return str(texts[-1]) if texts else ""
 
 
 def build_sampler(config: RunConfig, settings: DrawingConfig, model: Any) -> Any:
@@ -49,7 +49,7 @@ def build_sampler(config: RunConfig, settings: DrawingConfig, model: Any) -> Any
 
 
 def params_of(settings: DrawingConfig, **others: Any) -> SamplingParams:
-    """Return how answers are drawn, as configured; `others` add to that, or take its place."""
+    """Return the configured sampling parameters, updated with `others`."""
     drawing = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stop")}
     return SamplingParams(**(drawing | others))
 
@@ -61,14 +61,14 @@ def check_room(
     prompt_of: Callable[[Any], Any] = lambda row: row,
     length_of: Callable[[Any], int] = lambda row: len(row["input_ids"]),
 ) -> None:
-    """Sample one token behind the longest prompt, so that one that the model has no room for is found before step 1.
+    """Sample one token after the longest prompt, to detect prompts that fill the model's context before step 1.
 
     Args:
-        sampler: that will answer.
-        loaders: of all rows; None is one without rows.
-        data: where they come from.
+        sampler: the sampler of the run.
+        loaders: loaders of all rows; None is skipped.
+        data: configuration of the data set.
         prompt_of: returns the prompt of a row.
-        length_of: returns the number of its tokens.
+        length_of: returns the number of tokens of its prompt.
 
     Raises:
         DataError: the model's context is shorter than the prompt.
@@ -79,15 +79,15 @@ def check_room(
         sampler.sample([prompt_of(longest)], SamplingParams(max_tokens=1, temperature=0.0))
     except DataError as error:
         raise DataError(
-            f"data set {data.id}: its longest prompt has {length_of(longest)} tokens, and the model has no room behind "
-            f"it ({error}); give data.max_length with data.truncation delete or left"
+            f"data set {data.id}: its longest prompt has {length_of(longest)} tokens, which leaves no room for an "
+            f"answer ({error}); set data.max_length with data.truncation delete or left"
         ) from error
 
 
 def sample(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: GRPOConfig, step: int) -> list[Answer]:
-    """Return `num_generations` answers to each prompt, those of one prompt after each other.
+    """Return `num_generations` answers to each prompt, grouped by prompt.
 
-    What is drawn is a function of (seed of the run, step, prompt, answer), so a repeated step is the same step.
+    The answers are a function of (seed of the run, step, prompt, answer), so a repeated step gives the same answers.
     """
     settings = config.sampling
     params = params_of(settings, num_samples=settings.num_generations, logprobs=1, seed=seed_of(config.seed, step))
@@ -100,7 +100,7 @@ def answer_greedily(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: 
 
 
 def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Return how long the answers of a step are, and how many tokens a second went through the whole step."""
+    """Return the lengths of the answers of a step, and the tokens per second of the whole step."""
     lengths = [len(answer.logps) for answer in answers]
     tokens = sum(len(answer.row["input_ids"]) for answer in answers)
     return {
@@ -127,7 +127,7 @@ def _answers(responses: Sequence[Any], prompts: Sequence[Mapping[str, Any]]) -> 
 
 def _answer(sequence: SampledSequence, prompt: Mapping[str, Any], group: int) -> Answer:
     row: Any = sequence.new_input_feature
-    if row is None:  # an empty answer gets a reward, but there is nothing to train
+    if row is None:  # an empty answer gets a reward, but has no tokens to train
         row = {**prompt, "messages": [*prompt.get("messages", ()), {"role": "assistant", "content": ""}]}
     logps = [pairs[0][1] for pairs in sequence.logprobs or ()]
     return Answer(row, logps, sequence.decoded or "", sequence.stop_reason, group)

@@ -14,10 +14,10 @@ from twinkle_recipes.run.building import as_before, build_frozen
 
 
 class Logps:
-    """Collects `old_logps`, `ref_logps` and `rollout_logps` of a step's answers, as far as the configuration asks.
+    """Collects `old_logps`, `ref_logps` and `rollout_logps` of a step's answers, as configured.
 
-    The reference is the model without its adapter, or with the one that the run began with; where all parameters are
-    trained, a frozen copy of the weights that the run began with.
+    The reference is the model without its adapter, or with the initial adapter of the run; if all parameters are
+    trained, a frozen copy of the initial weights.
     """
 
     def __init__(self, config: GRPOConfig, model: Any) -> None:
@@ -26,15 +26,15 @@ class Logps:
         self._copy = build_frozen(config, config.model) if config.asks_reference and config.lora is None else None
 
     def __call__(self, answers: Sequence[Answer], chosen: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the chosen answers' numbers by name, a list of one entry for each."""
+        """Return the log-probabilities of the chosen answers by name, one list entry per answer."""
         rows = [answers[index].row for index in chosen]
         sampled = [answers[index].logps for index in chosen]
-        known: dict[str, list[Any]] = {"old_logps": sampled}
+        columns: dict[str, list[Any]] = {"old_logps": sampled}
         if self._config.old_logps == "trainer":
-            known = {"old_logps": self._scored(self._model, rows), "rollout_logps": sampled}
+            columns = {"old_logps": self._scored(self._model, rows), "rollout_logps": sampled}
         if self._config.asks_reference:
-            known["ref_logps"] = self._reference(rows)
-        return known
+            columns["ref_logps"] = self._reference(rows)
+        return columns
 
     def _reference(self, rows: list[Any]) -> list[Any]:
         if self._config.lora is None:
@@ -42,7 +42,7 @@ class Logps:
         return self._scored(self._model, rows, **as_before(self._config.lora))
 
     def _scored(self, model: Any, rows: list[Any], **options: Any) -> list[Any]:
-        """Return one tensor `[T]` a row."""
+        """Return one tensor `[T]` per row."""
         temperature = self._config.sampling.temperature
         outputs = model.forward_only(inputs=rows, temperature=temperature, **self._config.in_memory, **options)
         return list(outputs["logps"])
@@ -53,10 +53,10 @@ class Scores:
     """Rewards and advantages of some answers.
 
     Attributes:
-        total: the weighted sum of each answer's rewards; not valid for answers that are left out.
-        by_name: the rewards themselves, by name.
-        kept: numbers of the answers that count.
-        advantages: of each of these, by its number: a number, or a tensor with one for each token.
+        total: the weighted sum of each answer's rewards; invalid for dropped answers.
+        by_name: the individual rewards, by name.
+        kept: indices of the answers that are not dropped.
+        advantages: advantage of each kept answer, by index: a number, or a tensor with one entry per token.
     """
 
     total: Sequence[float]
@@ -70,16 +70,16 @@ class Scores:
 
     def metrics(self) -> dict[str, float]:
         """Return mean and standard deviation of the totals, and the mean of each reward."""
-        kept = [self.total[index] for index in self.kept]
-        if not kept:
+        totals = [self.total[index] for index in self.kept]
+        if not totals:
             return {"reward": math.nan, "dropped": len(self.total)}
         means = {f"reward/{name}": _mean(values, self.kept) for name, values in self.by_name.items()}
-        dropped = {"dropped": len(self.total) - len(kept)} if len(kept) < len(self.total) else {}
-        return {"reward": statistics.fmean(kept), "reward_std": statistics.pstdev(kept), **means, **dropped}
+        dropped = {"dropped": len(self.total) - len(totals)} if len(totals) < len(self.total) else {}
+        return {"reward": statistics.fmean(totals), "reward_std": statistics.pstdev(totals), **means, **dropped}
 
 
 class Scorer:
-    """Scores answers, and compares those of one prompt."""
+    """Scores answers, and compares the answers to each prompt."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -101,33 +101,33 @@ class Scorer:
         """Return rewards and advantages of the answers to several prompts."""
         scores = self.rewards(answers)
         size = {"num_generations": self._config.sampling.num_generations}
-        left = Counter(answers[index].group for index in scores.kept)
-        # An answer that is the only one left of its group cannot be compared.
-        alone = {group for group, count in left.items() if count == 1 and size["num_generations"] > 1}
-        kept = [index for index in scores.kept if answers[index].group not in alone]
-        if not kept:
+        group_sizes = Counter(answers[index].group for index in scores.kept)
+        # The only remaining answer of a group cannot be compared.
+        alone = {group for group, count in group_sizes.items() if count == 1 and size["num_generations"] > 1}
+        scored = [index for index in scores.kept if answers[index].group not in alone]
+        if not scored:
             return Scores(scores.total, scores.by_name, [])
-        whole = len(kept) == len(answers)
-        groups = size if whole else {"group_ids": [answers[index].group for index in kept]}
-        advantages = self._compared([scores.total[index] for index in kept], **groups)
+        all_scored = len(scored) == len(answers)
+        groups = size if all_scored else {"group_ids": [answers[index].group for index in scored]}
+        advantages = self._compared([scores.total[index] for index in scored], **groups)
         self._warn_of_equal(advantages)
         known = list(advantages) if isinstance(advantages, list) else advantages.tolist()
-        return Scores(scores.total, scores.by_name, kept, dict(zip(kept, known, strict=True)))
+        return Scores(scores.total, scores.by_name, scored, dict(zip(scored, known, strict=True)))
 
     def rewards(self, answers: Sequence[Answer]) -> Scores:
         """Return the rewards of answers.
 
         Raises:
-            DataError: a reward raises, is late or gives what is no number, and `scoring.on_error` is `fail`.
+            DataError: a reward raises, times out or returns NaN, and `scoring.on_error` is `fail`.
         """
         scores = self._group.score([answer.row for answer in answers])
-        return Scores(scores.total, scores.by_name, [index for index, kept in enumerate(scores.kept) if kept])
+        return Scores(scores.total, scores.by_name, [index for index, valid in enumerate(scores.kept) if valid])
 
     def _compared(self, totals: Sequence[float], **groups: Any) -> Any:
         return self._advantage(totals, scale=self._config.advantage.scale, **groups)
 
     def _try(self) -> None:
-        """Compare equal rewards, so that what the advantage does not take is found before the first step."""
+        """Call the advantage with equal rewards, to detect invalid arguments before the first step."""
         config, count = self._config, self._config.sampling.num_generations
         self._compared([0.0] * config.answers, num_generations=count)
         if config.scoring.on_error == "drop":
@@ -138,9 +138,9 @@ class Scorer:
             return
         self._has_warned = True
         get_logger(__name__).warning(
-            "all answers to each prompt of this step have the same reward, so nothing is learnt from it but what the "
-            "loss adds (KL, entropy); where that goes on, take easier or harder prompts, or a higher temperature. "
-            "(This is said once; `reward_std` and `grad_norm` tell of each step.)"
+            "all answers to each prompt of this step have the same reward, so the step trains only the other terms of "
+            "the loss (KL, entropy); if this persists, use easier or harder prompts, or a higher temperature. "
+            "(Logged once; see `reward_std` and `grad_norm` for each step.)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows in pairs: their encoding, their order, and their log-probabilities by the reference."""
+"""Preference pairs: encoding, order of rows, and log-probabilities under the reference model."""
 
 import hashlib
 import inspect
@@ -21,54 +21,54 @@ SIDES = ("positive", "negative")
 
 
 def interleaved(pairs: Sequence[Any]) -> list[Any]:
-    """Return the rows of some pairs as `[chosen, rejected, chosen, rejected, ...]`."""
+    """Return the rows of pairs as `[chosen, rejected, chosen, rejected, ...]`."""
     return [pair[side] for pair in pairs for side in SIDES]
 
 
 def encode_pairs(dataset: Any, config: RunConfig) -> None:
-    """Turn pairs of conversations into tokens.
+    """Encode pairs of conversations.
 
     Raises:
-        EncodeError: a row is no pair, or no token of one of its answers is trained; names the first such row.
+        EncodeError: a row is not a pair, or one of its answers has no trained tokens; names the first such row.
     """
     rows, data = len(dataset), config.data
     encode_rows(dataset, config)
-    left = "" if len(dataset) == rows else f" of the {len(dataset)} of {rows} rows that data.truncation left"
+    note = "" if len(dataset) == rows else f" of the {len(dataset)} of {rows} rows that data.truncation kept"
     for number in range(len(dataset)):
         if problem := _problem(dataset[number], data):
-            raise EncodeError(f"row {number}{left}: {problem}")
+            raise EncodeError(f"row {number}{note}: {problem}")
 
 
 def _problem(row: Mapping[str, Any], data: DataConfig) -> str:
-    """Return what is wrong with an encoded row, or nothing."""
+    """Return the problem of an encoded row, or an empty string."""
     if missing := [side for side in SIDES if side not in row]:
         return (
-            f"there is no {missing[0]!r} (it has {', '.join(sorted(row))}); a pair needs both: let data.preprocessor "
-            "make them, as PreferenceProcessor does of prompt, chosen and rejected"
+            f"there is no {missing[0]!r} (it has {', '.join(sorted(row))}); a pair needs both; set data.preprocessor, "
+            "for example PreferenceProcessor for prompt, chosen and rejected"
         )
     for side in SIDES:
         if all(label == IGNORE_INDEX for label in row[side]["labels"]):
             return (
-                f"no token of {side!r} is trained: its answer is empty, or lies behind max_length {data.max_length} "
-                f"(truncation: {data.truncation}); give a larger data.max_length, data.truncation delete to leave such "
-                "pairs out, or take the row out"
+                f"no token of {side!r} is trained: its answer is empty, or beyond max_length {data.max_length} "
+                f"(truncation: {data.truncation}); increase data.max_length, drop such pairs with data.truncation "
+                "delete, or remove the row"
             )
     return ""
 
 
 Reference = Callable[[Sequence[Any]], dict[str, Any]]
-"""Takes rows, and returns what the loss needs of the reference, as keyword arguments."""
+"""Maps rows to the reference's log-probabilities, as keyword arguments of the loss."""
 
 
 def needs_reference(config: DPOConfig) -> bool:
-    """Return whether the loss takes `ref_logps`, as it is configured."""
+    """Return whether the configured loss takes `ref_logps`."""
     loss = config.component("loss", config.loss.name)
     parameters = inspect.signature(loss.__call__ if isinstance(loss, type) else loss).parameters
     return "ref_logps" in parameters and not config.loss.args.get("reference_free", False)
 
 
 def check_loss(config: DPOConfig) -> None:
-    """Refuse a loss that compares no pairs, and a reference that nothing would read.
+    """Refuse a loss that does not compare pairs, and a reference that the loss does not use.
 
     Raises:
         ConfigError: the message names the side.
@@ -77,29 +77,29 @@ def check_loss(config: DPOConfig) -> None:
     if together != 2:
         raise ConfigError(
             f"the loss {config.loss.name} does not compare pairs (its rows_together is {together}, and not 2), so it "
-            "would train rejected answers like chosen ones; take DPOLoss, SimPOLoss, CPOLoss, ORPOLoss or one like them"
+            "would train rejected answers like chosen ones; use DPOLoss, SimPOLoss, CPOLoss or ORPOLoss"
         )
-    asked = [f"reference.{key}" for key, value in config.reference.model_dump().items() if value]
-    if asked and not needs_reference(config):
-        raise ConfigError(f"{asked[0]} is given, but the loss {config.loss.name} takes no reference; leave it out")
+    settings = [f"reference.{key}" for key, value in config.reference.model_dump().items() if value]
+    if settings and not needs_reference(config):
+        raise ConfigError(f"{settings[0]} is set, but the loss {config.loss.name} takes no reference; omit it")
 
 
 def build_reference(config: DPOConfig, model: Any, folder: Path, loaders: Iterable[Any]) -> Reference:
-    """Return the reference that is configured.
+    """Return the configured reference.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         model: the policy; with LoRA it is its own reference.
-        folder: of the run, where numbers that are computed once are kept.
-        loaders: of all pairs that the run reads; None is one without.
+        folder: the run folder, which stores log-probabilities that are computed once.
+        loaders: loaders of all pairs of the run; None is skipped.
     """
     if not needs_reference(config):
         return lambda rows: {}
     if config.reference.cache:
-        kept = Kept.read(folder / "reference")
+        cached = Kept.read(folder / "reference")
         datasets = [loader.dataset for loader in loaders if loader is not None]
         rows = [dataset[number][side] for dataset in datasets for number in range(len(dataset)) for side in SIDES]
-        return kept or Kept.computed(_live(config, model), rows, config, folder / "reference")
+        return cached or Kept.computed(_live(config, model), rows, config, folder / "reference")
     return _live(config, model)
 
 
@@ -115,7 +115,7 @@ def _live(config: DPOConfig, model: Any) -> Reference:
 
 
 class Kept:
-    """Log-probabilities of the trained tokens of rows, by what the rows hold.
+    """Log-probabilities of the trained tokens of rows, by the content of the rows.
 
     Args:
         logps: float32 `[n]` of each row, by its digest.
@@ -125,12 +125,12 @@ class Kept:
         self._logps = logps
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Return the numbers of some rows, one list a row."""
+        """Return the log-probabilities of rows, one list per row."""
         return {"ref_logps": [self._logps[_digest(row)].tolist() for row in rows]}
 
     @classmethod
     def read(cls, folder: Path) -> "Kept | None":
-        """Return what an earlier part of the run kept, if it did.
+        """Return the log-probabilities that an earlier part of the run stored, or None.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -144,12 +144,12 @@ class Kept:
                 return cls({bytes(digest): part for digest, part in zip(arrays["digests"], parts, strict=True)})
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise CheckpointError(
-                f"{file} cannot be read ({error}); remove the folder, and the reference is computed anew"
+                f"{file} cannot be read ({error}); remove the folder to compute the reference again"
             ) from error
 
     @classmethod
     def computed(cls, reference: Reference, rows: Sequence[Any], config: DPOConfig, folder: Path) -> "Kept":
-        """Compute the numbers of all rows, and keep them in a folder that is there whole or not at all."""
+        """Compute the log-probabilities of all rows, and store them atomically in a folder."""
         logps: dict[bytes, Any] = {}
         size = 2 * config.batch_size
         for start in range(0, len(rows), size):
@@ -169,5 +169,5 @@ class Kept:
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:
-    held = np.array([*row["input_ids"], *row["labels"]], dtype=np.int64)
-    return hashlib.blake2b(held.tobytes(), digest_size=16).digest()
+    tokens = np.array([*row["input_ids"], *row["labels"]], dtype=np.int64)
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""From the configuration to the model: its weights, its adapter, and everything that trains them."""
+"""Builds the model from the configuration: weights, adapter, and training components."""
 
 import inspect
 from typing import Any, Literal
@@ -7,17 +7,17 @@ from twinkle.errors import ConfigError
 from twinkle_recipes.config import LoraConfig, ModelConfig, RunConfig
 
 REFERENCE = "reference"
-"""Name of the adapter that stays as it was."""
+"""Name of the frozen copy of the initial adapter."""
 
 
 def build_model(config: RunConfig, steps: int, accumulation: int = 1, *, reference: bool = False) -> Any:
     """Return the model with adapter, optimizer, scheduler, loss, processor, template and metrics as configured.
 
     Args:
-        config: of the run.
-        steps: optimizer steps of the whole run, for the scheduler.
-        accumulation: backward passes of one step.
-        reference: whether it is asked what it said before the run (`as_before`).
+        config: configuration of the run.
+        steps: number of optimizer steps of the whole run, for the scheduler.
+        accumulation: number of backward passes per step.
+        reference: whether outputs of the initial model are needed (`as_before`).
     """
     model = load_model(config, config.model, config.on_nonfinite)
     if config.lora is not None:
@@ -39,24 +39,24 @@ def build_model(config: RunConfig, steps: int, accumulation: int = 1, *, referen
 
 
 def as_before(lora: LoraConfig) -> dict[str, Any]:
-    """Return with which arguments `forward_only` answers as before the run, of a model built with `reference=True`."""
+    """Return the arguments of `forward_only` for outputs of the initial model; requires `reference=True`."""
     return {"disable_lora": True} if lora.init_from is None else {"adapter_name": REFERENCE}
 
 
 def lengths_of(config: RunConfig, steps: int) -> dict[str, int]:
-    """Return how long a schedule and its warm-up are, as far as the scheduler asks: those of torch do not.
+    """Return the scheduler's arguments for the numbers of steps and of warm-up steps; those of torch have none.
 
     Raises:
-        ConfigError: `warmup_steps` is given, and the scheduler does not warm up.
+        ConfigError: `warmup_steps` is set, but the scheduler has no warm-up.
     """
     scheduler = config.scheduler
     lengths = {"num_warmup_steps": scheduler.warmup(steps), "num_training_steps": steps}
-    taken = inspect.signature(config.component("scheduler", scheduler.name)).parameters.values()
-    names = set(lengths) if any(p.kind is p.VAR_KEYWORD for p in taken) else {p.name for p in taken}
+    parameters = inspect.signature(config.component("scheduler", scheduler.name)).parameters.values()
+    names = set(lengths) if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
     if scheduler.warmup_steps is not None and "num_warmup_steps" not in names:
         raise ConfigError(
-            f"scheduler.warmup_steps is {scheduler.warmup_steps}, but {scheduler.name} does not warm up; leave it out, "
-            "or take one that does, such as LinearWarmupScheduler"
+            f"scheduler.warmup_steps is {scheduler.warmup_steps}, but {scheduler.name} has no warm-up; omit it, "
+            "or use a scheduler with warm-up, such as LinearWarmupScheduler"
         )
     return {name: length for name, length in lengths.items() if name in names}
 
@@ -70,7 +70,7 @@ def build_frozen(config: RunConfig, settings: ModelConfig) -> Any:
 
 
 def set_rows(model: Any, config: RunConfig) -> None:
-    """Give a model the template and the processor that are configured."""
+    """Set the configured template and processor of a model."""
     data = config.data
     model.set_template(config.component("template", data.template), max_length=data.max_length, **data.template_args)
     model.set_processor(
@@ -79,7 +79,7 @@ def set_rows(model: Any, config: RunConfig) -> None:
 
 
 def load_model(config: RunConfig, settings: ModelConfig, on_nonfinite: Literal["raise", "skip"] = "raise") -> Any:
-    """Return a configured model, without adapter."""
+    """Load the configured model, without adapter."""
     recomputation = settings.gradient_checkpointing
     optional = {"dtype": settings.dtype, "gradient_checkpointing": None if recomputation == "auto" else recomputation}
     return config.build(
@@ -94,7 +94,7 @@ def load_model(config: RunConfig, settings: ModelConfig, on_nonfinite: Literal["
 
 
 def adapter_config(lora: LoraConfig) -> Any:
-    """Return the adapter as PEFT describes it."""
+    """Return the PEFT configuration of the adapter."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -106,10 +106,10 @@ def adapter_config(lora: LoraConfig) -> Any:
     )
 
 
-def mixed_precision(asked: str) -> str:
+def mixed_precision(setting: str) -> str:
     """Return `asked`, or for `auto` bf16 where the device computes it natively, else `no`."""
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     import torch
 
     if torch.cuda.is_available():
@@ -120,12 +120,12 @@ def mixed_precision(asked: str) -> str:
 
 
 def check_tokens(config: RunConfig, other: str, called: str) -> None:
-    """Compare the tokens of the trained model with those of another one.
+    """Compare the vocabulary of the trained model with that of another model.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         other: id of the other model.
-        called: what the error calls it.
+        called: its role, for the error.
 
     Raises:
         ConfigError: they differ; names both sizes.

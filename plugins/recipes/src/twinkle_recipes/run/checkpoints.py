@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which of them are kept, how a run continues from one, and what must not change then."""
+"""The checkpoints of a run: saving and removing them, resuming from one, and checks of the resumed configuration."""
 
 import json
 import math
@@ -30,13 +30,13 @@ _SHOWN = 5
 class Checkpoints:
     """Saves checkpoints, updates the pointers `last` and `best`, and removes old checkpoints.
 
-    `best` and `last` are text files that hold the name of a checkpoint folder; they are replaced in one step, after
-    the folder stands whole, so they never name something half-written.
+    `best` and `last` are text files with the name of a checkpoint folder. They are replaced atomically, after the
+    folder is complete, so that they never name a partial checkpoint.
 
     Args:
-        folder: `checkpoints` of the run; made with the first checkpoint.
-        limit: how many folders stay, the newest; None keeps all. Those of `best` and `last` always stay.
-        best_score: the lowest evaluation loss so far, when a run continues.
+        folder: `checkpoints` of the run; created with the first checkpoint.
+        limit: number of recent checkpoints to keep; None keeps all. `best` and `last` are always kept.
+        best_score: the lowest evaluation loss so far, for a resumed run.
         writes: whether this process updates pointers and removes checkpoints: the first rank.
     """
 
@@ -49,7 +49,7 @@ class Checkpoints:
         self._writes = writes
 
     def is_best(self, score: float | None) -> bool:
-        """Say whether `score` is lower than every one before; a missing or non-finite one never is."""
+        """Return whether `score` is lower than all previous ones; False for a missing or non-finite score."""
         return score is not None and math.isfinite(score) and score < self.best_score
 
     def save(self, step: int, score: float | None, write: Callable[..., Any]) -> Path:
@@ -57,7 +57,7 @@ class Checkpoints:
 
         Args:
             step: number of the optimizer step.
-            score: evaluation loss of this very step; None if it was not evaluated.
+            score: evaluation loss of this step; None if it was not evaluated.
             write: `model.save` with everything but `name` and `output_dir` bound.
         """
         path = self.folder / f"step-{step}"
@@ -89,7 +89,7 @@ class Checkpoints:
 
 
 def find_checkpoint(place: str) -> Path:
-    """Return the checkpoint folder that `resume_from` means: a run folder (its last), a pointer file, or itself.
+    """Return the checkpoint of `resume_from`: a checkpoint, a pointer file, or a run folder (its last one).
 
     Raises:
         CheckpointError: there is none.
@@ -104,8 +104,8 @@ def find_checkpoint(place: str) -> Path:
     path = recovered(path)
     if not (path / "trainer_state.json").is_file():
         raise CheckpointError(
-            f"cannot resume from {place}: {path} is no checkpoint with optimizer state (no trainer_state.json); "
-            "give a run folder that holds checkpoints/, or one of its checkpoints/step-N"
+            f"cannot resume from {place}: {path} is not a checkpoint with optimizer state (no trainer_state.json); "
+            "use a run folder that has checkpoints/, or one of its checkpoints/step-N"
         )
     return path
 
@@ -114,11 +114,11 @@ def _runs_near(path: Path) -> str:
     """Return folders to suggest in an error: the siblings of the path, else the runs of this folder."""
     folder = next((f for f in (path.parent, Path("runs")) if f != Path() and f.is_dir()), None)
     if folder is None:
-        return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
-    kept = [entry for entry in folder.iterdir() if entry.is_dir() and any(map(_is_seen, entry.iterdir()))]
-    newest = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
+        return "use a run folder (by default below runs/), or one of its checkpoints/step-N"
+    runs = [entry for entry in folder.iterdir() if entry.is_dir() and any(map(_is_seen, entry.iterdir()))]
+    newest = sorted(runs, key=lambda f: f.stat().st_mtime)[::-1]
     names = ", ".join(entry.name for entry in newest[:_SHOWN]) or "no folder"
-    return f"{folder}/ holds {names}" + (f" and {len(newest) - _SHOWN} older ones" if len(newest) > _SHOWN else "")
+    return f"{folder}/ has {names}" + (f" and {len(newest) - _SHOWN} older ones" if len(newest) > _SHOWN else "")
 
 
 def _is_seen(path: Path) -> bool:
@@ -137,10 +137,10 @@ class Resumed:
     """The progress of a run before its next step; the defaults are those of a new run.
 
     Attributes:
-        done: steps already made.
-        history: their numbers.
-        consumed: how many rows of the data they read.
-        state: what the loop itself kept in the checkpoint (`loop_state` of `model.save`).
+        done: number of completed steps.
+        history: the metrics of these steps.
+        consumed: number of rows that they consumed.
+        state: state of the loop in the checkpoint (`loop_state` of `model.save`).
     """
 
     done: int = 0
@@ -150,16 +150,16 @@ class Resumed:
 
 
 def resume(config: RunConfig, model: Any, run: Run, accumulation: int = 1) -> Resumed:
-    """Continue from `config.resume_from`, if given.
+    """Resume from `config.resume_from`, if set.
 
-    Weights, optimizer, scheduler and random state are those of the checkpoint. With the data at `consumed` the next
-    step is the one that the uninterrupted run would have made.
+    Restores weights, optimizer, scheduler and random state. With the data at `consumed`, the next step is the one of
+    the uninterrupted run.
 
     Args:
-        config: of the run.
-        model: built as configured; its state is replaced.
+        config: configuration of the run.
+        model: the configured model, whose state is replaced.
         run: the new or resumed run.
-        accumulation: backward passes of one step, where the loop keeps no `step` in its state.
+        accumulation: backward passes of one step, if the loop's state has no `step`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was made with another `gradient_accumulation_steps`.
@@ -182,10 +182,10 @@ def resume(config: RunConfig, model: Any, run: Run, accumulation: int = 1) -> Re
 
 
 def loop_state(checkpoint: Path) -> Mapping[str, Any]:
-    """Return what a loop kept in a checkpoint; nothing where it kept nothing.
+    """Return the state of a loop in a checkpoint; empty if it saved none.
 
     Raises:
-        CheckpointError: the file that holds it is damaged.
+        CheckpointError: its file is damaged.
     """
     file = checkpoint / "trainer_state.json"
     try:
@@ -198,13 +198,13 @@ def loop_state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def score_of(history: History, best: Path | None, name: str = "eval/loss", *, highest: bool = False) -> float:
-    """Return the score of the checkpoint that `best` names; infinity where nothing is known.
+    """Return the score of the `best` checkpoint; infinity if unknown.
 
     Args:
-        history: of the run.
+        history: metrics of the run.
         best: the checkpoint.
-        name: of the number that decides.
-        highest: whether the highest is the best, so that the score is its negative.
+        name: name of the deciding metric.
+        highest: whether the highest value is the best, so that the score is its negative.
     """
     scores = {f"step-{step}": value for step, value in zip(*history.series(name), strict=True)}
     score = scores.get(best.name, math.inf) if best is not None else math.inf
@@ -214,7 +214,7 @@ def score_of(history: History, best: Path | None, name: str = "eval/loss", *, hi
 def write_config(config: RunConfig, folder: Path) -> None:
     """Write the whole effective configuration to `folder/config.yaml`.
 
-    `resume_from` is left out: the file describes the whole run, however often it was cut off.
+    `resume_from` is omitted: the file describes the whole run, independent of interruptions.
     """
     values = config.model_dump(mode="json", exclude={"resume_from"})
     write_text(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -222,13 +222,13 @@ def write_config(config: RunConfig, folder: Path) -> None:
 
 @contextmanager
 def show_how_to_resume(show: Display, folder: Path, recipe: str) -> Iterator[None]:
-    """After Ctrl-C within the block, print the last checkpoint and the command that continues from it."""
+    """After Ctrl-C within the block, print the last checkpoint and the command that resumes from it."""
     try:
         yield
     except KeyboardInterrupt:
         checkpoint = Checkpoints(folder / "checkpoints").path("last")
         if checkpoint is None:
-            show.say("interrupted before the first checkpoint; nothing to continue from")
+            show.say("interrupted before the first checkpoint; nothing to resume from")
         else:
             show.say(f"interrupted; checkpoint: {checkpoint}")
             show.say(f"continue with: {resume_command(folder, recipe)}")
@@ -236,7 +236,7 @@ def show_how_to_resume(show: Display, folder: Path, recipe: str) -> Iterator[Non
 
 
 def resume_command(folder: Path, recipe: str) -> str:
-    """Return the command that continues the run in `folder`, as it works from here."""
+    """Return the command that resumes the run in `folder` from the working directory."""
     processes = Platform.get_world_size()
     several = ["--nproc", str(processes)] if processes > 1 else []
     return shlex.join([*twinkle_command(), "run", recipe, *several, "--resume_from", str(folder)])
@@ -246,15 +246,15 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def whole_run(config: Config) -> Config:
-    """Return the configuration of the whole run, of which `config` may make a part.
+    """Return the configuration of the whole run, of which `config` may cover a part.
 
-    It is `config` itself, but for the `max_steps` of a run that goes on in its folder: a smaller one stops earlier this
-    time and shortens neither the run nor the schedule of its learning rate.
+    It equals `config`, except for `max_steps` of a run that is resumed in its folder: a smaller value stops this part
+    earlier, without shortening the run or its learning-rate schedule.
 
     Raises:
-        CheckpointError: `resume_from` is no checkpoint.
-        ConfigError: `config` differs from that of the run in the folder, or, where only a checkpoint is given, in what
-            the checkpoint holds; or the folder does not say how its run was configured.
+        CheckpointError: `resume_from` is not a checkpoint.
+        ConfigError: `config` differs from that of the run in the folder or, for a checkpoint, in keys that the
+            checkpoint determines; or the folder has no configuration.
     """
     if config.resume_from is None:
         return config
@@ -267,14 +267,16 @@ def whole_run(config: Config) -> Config:
     changed = {key: pair for key, *pair in _differences(earlier, config) if key.partition(".")[0] not in config.free}
     if "max_steps" in changed and _stops_earlier(*changed["max_steps"]):
         del changed["max_steps"]
-    kept = {key: pair for key, pair in changed.items() if key.partition(".")[0] in config.kept_in_checkpoints}
+    fixed = {key: pair for key, pair in changed.items() if key.partition(".")[0] in config.kept_in_checkpoints}
     if config.run_folder is None:
-        if kept:
-            raise ConfigError(_message(f"a run that starts from {checkpoint} takes these keys from it", kept, folder))
+        if fixed:
+            raise ConfigError(_message(f"a run that starts from {checkpoint} takes these keys from it", fixed, folder))
         return config
     if changed:
-        advice = "" if kept else f", or start afresh from the checkpoint: --resume_from {checkpoint}"
-        raise ConfigError(_message(f"the run in {folder} can only go on as it began", changed, folder) + advice)
+        advice = "" if fixed else f", or start a new run from the checkpoint: --resume_from {checkpoint}"
+        raise ConfigError(
+            _message(f"the run in {folder} must be resumed with its configuration", changed, folder) + advice
+        )
     return config.model_copy(update={"max_steps": earlier.max_steps})
 
 
@@ -282,13 +284,13 @@ def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
     """Refuse the run of another recipe.
 
     Raises:
-        ConfigError: the run is one of another recipe; the message says how to use its result.
+        ConfigError: the run is of another recipe; the text explains how to use its result.
     """
     recipe = recipe_of(folder)
     if recipe not in (None, config.recipe):
         raise ConfigError(
-            f"the run in {folder} is one of {recipe!r}, and {config.recipe!r} cannot go on in it or from its "
-            f"checkpoint {checkpoint.name}; begin with its result: --lora.init_from {folder / 'adapter'}, or, where "
+            f"the run in {folder} is of the recipe {recipe!r}; {config.recipe!r} cannot resume it or its "
+            f"checkpoint {checkpoint.name}; start from its result: --lora.init_from {folder / 'adapter'}, or, if "
             f"all parameters were trained, --model.id {folder / 'model'}"
         )
 
@@ -296,8 +298,8 @@ def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
 def _message(reason: str, changed: dict[str, list[Any]], folder: Path) -> str:
     file = folder / "config.yaml"
     lines = [f"{key}: {_text(old)} in {file}, {_text(new)} now" for key, (old, new) in changed.items()]
-    return "\n  ".join([f"{reason}, but {len(changed)} differ:", *lines, "leave them as they were"]) + (
-        ", or begin a new run without resume_from"
+    return "\n  ".join([f"{reason}, but {len(changed)} differ:", *lines, "restore them"]) + (
+        ", or start a new run without resume_from"
     )
 
 
@@ -306,7 +308,7 @@ def _stops_earlier(old: int | None, new: int | None) -> bool:
 
 
 def _differences(old: BaseModel, new: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value) of everything that differs."""
+    """Yield (dotted key, old value, new value) of all differences."""
     for name in type(new).model_fields:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, BaseModel) and isinstance(after, BaseModel):
@@ -327,5 +329,5 @@ def _read(model: type[Config], folder: Path, checkpoint: Path) -> Config:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise ConfigError(
             f"{file} cannot be read, so the configuration of the run in {folder} is unknown ({error}); restore it, "
-            f"or start afresh from the checkpoint: --resume_from {checkpoint}"
+            f"or start a new run from the checkpoint: --resume_from {checkpoint}"
         ) from error

@@ -1,4 +1,4 @@
-"""The steps of a run: the update, and what each step leaves: log line, display, checkpoint, results and pictures."""
+"""The steps of a run: the update, and its records: log, display, checkpoints, results and charts."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from twinkle_recipes.run.checkpoints import Checkpoints, Resumed, score_of
 from twinkle_recipes.run.stopping import StopRequest
 
 Curves = Mapping[str, Curve]
-"""The pictures of a run, by file name."""
+"""The charts of a run, by file name."""
 
 
 class Keeper:
@@ -35,13 +35,13 @@ class Keeper:
         stop: Whether the user asked the run to end.
         resumed: The state that the run continues from.
         steps: Number of its last step.
-        curves: Pictures that are drawn when the loop ends, also when it ends by an exception.
-        writes: Whether this process writes what all ranks share.
-        decides: The number that determines the best checkpoint.
+        curves: Charts that are drawn when the loop ends, also after an exception.
+        writes: Whether this process writes shared files.
+        decides: The metric that determines the best checkpoint.
         highest: Whether its highest value is the best, instead of its lowest.
 
     Attributes:
-        first: Number of the first step that remains.
+        first: Number of the first remaining step.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class Keeper:
         """Return whether a resumed run has no step left and its result is saved, and show that if so.
 
         Args:
-            complete: Whether the folder also holds what the recipe itself writes after the last step.
+            complete: Whether the folder also has the files that the recipe writes after the last step.
         """
         config, done = self._config, self.first - 1
         if config.run_folder is None or done < self._steps or not complete:
             return False
         if not (self._run.folder / result_name(config)).is_dir():
             return False
-        self._show.say(f"all {self._steps} steps are done and the result is saved; there is nothing left to do")
+        self._show.say(f"all {self._steps} steps are done and the result is saved; nothing to do")
         return True
 
     def steps(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each step that remains, with its batch."""
+        """Yield the number of each remaining step, with its batch."""
         return zip(range(self.first, self._steps + 1), batches, strict=False)
 
     def batches(self, training: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each step that remains, with its batch; the loader is read epoch after epoch."""
+        """Yield the number of each remaining step, with its batch; the loader is read epoch after epoch."""
         return self.steps(batch for _ in count() for batch in training)
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Log and show what was measured before the first step, as step 0."""
+        """Log and show the initial evaluation, as step 0."""
         self._history.add(0, metrics)
         self._run.log(metrics, 0)
         self._show.say("before training: " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
@@ -130,7 +130,7 @@ class Keeper:
             raise KeyboardInterrupt
 
     def summary(self) -> dict[str, Any]:
-        """Return the paths of the result, the best checkpoint and the pictures, and the numbers of the last step."""
+        """Return the paths of the result, the best checkpoint and the charts, and the numbers of the last step."""
         folder, last = self._run.folder, self._history.last
         best = self._checkpoints.path("best")
         files = {"best": best} | {name: folder / name for name in self._curves}
@@ -141,7 +141,7 @@ class Keeper:
 
 
 def result_name(config: RunConfig) -> str:
-    """Return the name of the folder that holds the trained weights."""
+    """Return the name of the folder with the trained weights."""
     return "adapter" if config.lora else "model"
 
 
@@ -156,23 +156,23 @@ def keep_rows(folder: Path, rows: Any) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        kept = folder / "nonfinite_batch.json"
-        write_text(kept, json.dumps(error.inputs or rows, default=plain, ensure_ascii=False) + "\n")
-        raise NonFiniteError(f"{error}; its rows are kept in {kept}", error.inputs) from error
+        path = folder / "nonfinite_batch.json"
+        write_text(path, json.dumps(error.inputs or rows, default=plain, ensure_ascii=False) + "\n")
+        raise NonFiniteError(f"{error}; its rows are saved in {path}", error.inputs) from error
 
 
 def update(
     model: Any, rows: Sequence[Any], config: RunConfig, folder: Path, started: float, **arguments: Any
 ) -> dict[str, float]:
-    """Make one optimizer step from some rows, and return its numbers.
+    """Make one optimizer step from rows, and return its metrics.
 
     Args:
-        model: The model that is trained.
+        model: The trained model.
         rows: Encoded rows.
         config: The configuration of the run.
-        folder: The run folder; rows whose loss is not finite are kept there.
+        folder: The run folder; rows with a non-finite loss are saved there.
         started: `time.monotonic` at the beginning of the step, from which tokens per second are counted.
-        **arguments: Arguments of `forward_backward`: the task, and what the loss needs.
+        **arguments: Arguments of `forward_backward`: the task, and arguments of the loss.
 
     Raises:
         NonFiniteError: The loss is NaN or infinite, and `on_nonfinite` is `raise`.
@@ -196,5 +196,5 @@ def evaluated(model: Any) -> dict[str, float]:
 
 
 def steps_of(config: RunConfig, epochs: int, batches: int) -> int:
-    """Return the number of steps of a run that makes one of each batch, over all epochs, or `max_steps`."""
+    """Return the number of steps of a run with one step per batch, over all epochs, or `max_steps`."""
     return min(epochs * batches, config.max_steps or epochs * batches)

@@ -1,4 +1,4 @@
-"""What comes before the first step of a run: checks, the display, the data, and the step to continue from."""
+"""The start of a run: checks, the display, the data, and the step to resume from."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Opening(Generic[Config]):
-    """A run that is about to begin or to continue.
+    """A run before its first step, new or resumed.
 
     Attributes:
         config: The configuration of this part of the run.
@@ -93,7 +93,7 @@ class Opening(Generic[Config]):
 def opened(config: Config, run: Run, columns: Columns, charted: str = "loss") -> Iterator[Opening[Config]]:
     """Check a configuration, resolve its components and seed everything.
 
-    While the block lasts, Ctrl-C requests a stop; after one, the command that continues the run is shown.
+    Within the block, Ctrl-C requests a stop; after it, the command that resumes the run is shown.
 
     Args:
         config: The configuration of the run.
@@ -105,7 +105,7 @@ def opened(config: Config, run: Run, columns: Columns, charted: str = "loss") ->
         ConfigError: Several processes run a recipe that needs one, or a resumed run differs from how it began.
         TwinkleError: See `check_early` and `make_plan`.
     """
-    whole = whole_run(config)
+    whole_config = whole_run(config)
     check_early(config)
     if not config.takes_ranks:
         check_alone(config.recipe)
@@ -113,9 +113,9 @@ def opened(config: Config, run: Run, columns: Columns, charted: str = "loss") ->
     show = display(config.log_every, columns=columns, charted=charted) if ranks.is_first else Silent()
 
     def acknowledge() -> None:
-        show.note("stopping as soon as this step is done; Ctrl-C again stops at once")
+        show.note("stopping after this step; press Ctrl-C again to stop immediately")
 
     with show_how_to_resume(show, run.folder, config.recipe), StopRequest(acknowledge, ranks) as stop:
         plan = make_plan(config) | {"models": base_models(config)}
         seed_everything(config.seed)
-        yield Opening(config, whole, run, plan, ranks, show, stop)
+        yield Opening(config, whole_config, run, plan, ranks, show, stop)

@@ -1,4 +1,4 @@
-"""The plan of a run: which plugin, in which version, answers to each name in the configuration."""
+"""The plan of a run: plugin, version and location of each component in the configuration."""
 
 import hashlib
 import importlib.metadata
@@ -27,19 +27,19 @@ PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft",
 
 
 def check_early(config: RunConfig) -> None:
-    """Find what can be found wrong in a moment, before a library is imported or anything is loaded.
+    """Run the checks that take little time, before libraries are imported and models are loaded.
 
     Raises:
-        TwinkleError: no plugin offers a name, a model or data set on this machine is not there, or the configuration
-            does not fit a stream.
+        TwinkleError: no plugin offers a name, a local model or data set does not exist, or the configuration is invalid
+            for a stream.
     """
-    for kind, asked in components(config):
-        if parse_reference(asked, kind).form == "name":
-            registry().find(asked, kind)
+    for kind, reference in components(config):
+        if parse_reference(reference, kind).form == "name":
+            registry().find(reference, kind)
     check_stream(config)
     for place in {config.data.id, config.data.eval_id or config.data.id}:
         if "://" not in place and not Path(place).expanduser().exists():
-            config.build("dataset", config.data.type, DatasetMeta(place))  # its error names what is there
+            config.build("dataset", config.data.type, DatasetMeta(place))  # its error lists the existing data sets
     for model in config.models():
         if "://" not in model and not Path(model).expanduser().exists():
             local_model(model)  # it may be an alias
@@ -51,29 +51,29 @@ def components(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
-    """Resolve every component and return the plan; nothing is built. Parts that the configuration does not name follow.
+    """Resolve every component, without instantiating it, and return the plan; implicit components come last.
 
     Returns:
-        `parts`: Kind, the name as configured, plugin, its version and where the code is, for each component.
+        `parts`: Kind, configured name, plugin, version and location of the code of each component.
         `packages`: Versions of Python and of the libraries that determine the numbers.
 
     Raises:
-        TwinkleError: A name cannot be resolved, or a component does not take the configured arguments; so a misspelt
-            one is reported before anything expensive starts. Or a file of a resumed run was changed.
+        TwinkleError: A name cannot be resolved, or a component does not take the configured arguments; so a
+            misspelt one is reported early. Or a file of a resumed run was changed.
     """
     for kind, name, arguments in config.parts():
         component = config.component(kind, name)
         if isinstance(component, type) and arguments is not None:
             check_keywords(component, arguments, what=f"{kind} {name!r}", partial=True)
     _check_loss_inputs(config)
-    named = dict.fromkeys([*components(config), *_unnamed(config)])
-    parts = [*(_part(config, kind, name) for kind, name in named), *_started_from(config)]
+    references = dict.fromkeys([*components(config), *_unnamed(config)])
+    parts = [*(_part(config, kind, name) for kind, name in references), *_started_from(config)]
     _check_files(config, parts)
     return {"parts": parts, "packages": _versions()}
 
 
 def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
-    """Yield the initial adapter of the run and a digest of its weights, on which the reference depends."""
+    """Yield the initial adapter of the run and a digest of its weights, which determine the reference model."""
     place = config.lora.init_from if config.lora is not None else None
     weights = Path(place or "", "adapter_model.safetensors")
     if place is not None and weights.is_file():
@@ -87,7 +87,7 @@ def base_models(config: RunConfig) -> list[dict[str, str]]:
 
     Raises:
         ConfigError: the files of a model have changed since the run began.
-        TwinkleError: a model is not there, or cannot be fetched.
+        TwinkleError: a model does not exist, or cannot be downloaded.
     """
     folders = {name: local_model(name) for name in dict.fromkeys(config.models())}
     models = [{"id": n, "fingerprint": fingerprint(path), "commit": commit_of(path)} for n, path in folders.items()]
@@ -96,9 +96,9 @@ def base_models(config: RunConfig) -> list[dict[str, str]]:
         before, now = earlier.get(model["id"], model["fingerprint"]), model["fingerprint"]
         if before != now:
             raise ConfigError(
-                f"the run in {config.run_folder} can only go on with the model that it began with, but {model['id']} "
+                f"cannot continue the run in {config.run_folder}: its base model {model['id']} "
                 f"was changed since: its fingerprint was {before}, and is {now} now; restore the model's files, or, to "
-                "train the adapter on the changed model on purpose, begin a new run with --lora.init_from "
+                "train the adapter on the changed model anyway, start a new run with --lora.init_from "
                 f"{find_checkpoint(str(config.run_folder))}"
             )
     return models
@@ -110,31 +110,31 @@ def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
         return
     earlier = {(part["kind"], part["asked"]): part["ref"] for part in parts_of(config.run_folder)}
     for part in parts:
-        kind, asked = part["kind"], part["asked"]
-        own = kind == "adapter" or parse_reference(asked, kind).form == "file"
-        if own and earlier.get((kind, asked), part["ref"]) != part["ref"]:
+        kind, reference = part["kind"], part["asked"]
+        is_own = kind == "adapter" or parse_reference(reference, kind).form == "file"
+        if is_own and earlier.get((kind, reference), part["ref"]) != part["ref"]:
             raise ConfigError(
-                f"the run in {config.run_folder} can only go on as it began, but the file of the {kind} {asked} has "
-                "been changed since; bring it back to what it was, or start afresh from the checkpoint: --resume_from "
+                f"cannot continue the run in {config.run_folder}: the file of the {kind} {reference} "
+                "has been changed since; restore it, or start a new run from the checkpoint: --resume_from "
                 f"{find_checkpoint(str(config.run_folder))}"
             )
 
 
 def _check_loss_inputs(config: RunConfig) -> None:
-    """Refuse a loss that does not take what the loop gives it."""
+    """Refuse a loss that does not accept the arguments of the training loop."""
     loss = config.component("loss", config.loss.name)
-    given = dict.fromkeys(config.loss_inputs)
-    what = f"the recipe {config.recipe} gives its loss {', '.join(given)}, but {config.loss.name!r}"
-    check_keywords(loss.__call__ if isinstance(loss, type) else loss, given, what=what, partial=True)
+    inputs = dict.fromkeys(config.loss_inputs)
+    text = f"the recipe {config.recipe} passes {', '.join(inputs)} to its loss, but {config.loss.name!r}"
+    check_keywords(loss.__call__ if isinstance(loss, type) else loss, inputs, what=text, partial=True)
 
 
 def measured_paths(*components: Any) -> list[dict[str, Any]]:
-    """Return what was measured about the fast paths of models and samplers, for the plan; others have none."""
+    """Return the measurements of the fast paths of models and samplers, for the plan."""
     return [measured.as_dict() for part in components if hasattr(part, "evidence") for measured in part.evidence()]
 
 
 def show_paths(show: Display, paths: Sequence[Mapping[str, Any]]) -> None:
-    """Show which fast paths are on, and why others are off; their numbers are in `plugins.json`."""
+    """Show which fast paths are enabled, and why others are not; `plugins.json` has the measurements."""
     on = [path["path"] for path in paths if path["exact"]]
     off = [path["summary"] for path in paths if not path["exact"]]
     if paths:
@@ -147,7 +147,7 @@ def write_plan(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the components that the configuration does not name: the model's own metrics, and hubs."""
+    """Yield the implicit components: the model's own metrics, and hubs."""
     model = config.component("model", config.model.type)
     yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
     for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
@@ -166,9 +166,9 @@ def _part(config: RunConfig, kind: str, name: str) -> dict[str, str]:
     return {"kind": kind, "asked": name, "plugin": "", "version": "", "ref": place}
 
 
-def _spec(kind: str, asked: str) -> ComponentSpec | None:
-    """Return the manifest entry behind a name; a reference into a module, file or Hub has none."""
-    return registry().find(asked, kind) if parse_reference(asked, kind).form == "name" else None
+def _spec(kind: str, reference: str) -> ComponentSpec | None:
+    """Return the manifest entry of a name; None for a reference into a module, file or Hub."""
+    return registry().find(reference, kind) if parse_reference(reference, kind).form == "name" else None
 
 
 def _versions() -> dict[str, str]:

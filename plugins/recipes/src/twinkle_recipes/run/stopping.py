@@ -1,4 +1,4 @@
-"""How a run stops early: after Ctrl-C or a signal, at the end of a step, on all ranks at the same step."""
+"""Early stops of a run after Ctrl-C or a signal: at the end of a step, the same one on all ranks."""
 
 import signal
 import threading
@@ -19,12 +19,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """Listens for SIGINT and SIGTERM, which torchrun and cluster schedulers send, while its `with` block lasts.
 
-    The first signal requests a stop after the current step, the second one raises KeyboardInterrupt at once. Outside
-    the main thread, where Python does not deliver signals, nothing is requested.
+    The first signal requests a stop after the current step, the second one raises KeyboardInterrupt immediately.
+    Outside the main thread, where Python does not deliver signals, nothing is requested.
 
     Args:
         on_request: Called once, at the first signal, for example to acknowledge it.
-        ranks: The ranks of the run, which stop together; by default this process alone.
+        ranks: The ranks of the run, which stop together; by default only this process.
 
     Attributes:
         requested: Whether this process was asked to stop.

@@ -45,7 +45,7 @@ class Case:
     skip: str | Mapping[str, str] = ""
 
     def build(self, **more: Any) -> Any:
-        """Return a fresh component: a class is built, an instance is copied, a function is returned as it is.
+        """Return a fresh component: a class is built, an instance is copied, a function is returned unchanged.
 
         Args:
             **more: further arguments of the constructor.

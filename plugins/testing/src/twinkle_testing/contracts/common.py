@@ -33,7 +33,7 @@ def pickled(component: Any) -> Any:
     """Return the component after pickling and unpickling."""
     try:
         return pickle.loads(pickle.dumps(component))
-    except Exception as error:  # pickle raises whatever the object's parts raise
+    except Exception as error:  # pickling can raise any exception of the object's parts
         require(False, f"it cannot be pickled: {type(error).__name__}: {error}; keep what cannot travel out of it")
 
 

@@ -149,7 +149,7 @@ def progress(case: EngineCase) -> None:
         require(ended[sample] == sequence.stop_reason, f"progress() ended with {ended[sample]!r}")
     plain = case.engine.submit(list(PROMPT), {**params, "logprobs": None})
     plain.result()
-    require(plain.progress().logprobs == [], "progress() has log-probabilities that were not asked for")
+    require(plain.progress().logprobs == [], "progress() has log-probabilities that were not requested")
 
 
 def cancellation(case: EngineCase) -> None:
@@ -172,7 +172,7 @@ def cancellation(case: EngineCase) -> None:
     for _ in range(100):
         if not case.engine.decode():
             return
-    raise Violation("decode() goes on without a request")
+    raise Violation("decode() continues without a request")
 
 
 def wrong_requests(case: EngineCase) -> None:

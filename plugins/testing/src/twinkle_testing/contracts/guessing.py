@@ -14,7 +14,7 @@ def kinds_of(thing: Any) -> list[str]:
     return [kind for base in bases for kind, contract in contracts.items() if base is contract]
 
 
-def kind_of(thing: Any, asked: str) -> str:
+def kind_of(thing: Any, context: str) -> str:
     """Return the kind of a class or instance.
 
     Raises:
@@ -23,7 +23,7 @@ def kind_of(thing: Any, asked: str) -> str:
     fitting = kinds_of(thing)
     if not fitting:
         raise ArgumentError(
-            f"the kind of {asked} cannot be inferred from its base classes; give it with --kind, such as --kind loss"
+            f"the kind of {context} cannot be inferred from its base classes; give it with --kind, such as --kind loss"
         )
     return fitting[0]
 

@@ -29,11 +29,11 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
     from twinkle_registry.trust.loading import Load, record_of, usable
     from twinkle_registry.trust.reference import HubReference
 
-    reference = HubReference.parse(text, asked=repr(text))
+    reference = HubReference.parse(text, context=repr(text))
     tree, origin = Load().tree_of(
-        reference, lambda: open_hub(reference.scheme, registry(), asked=repr(text)), asked=repr(text)
+        reference, lambda: open_hub(reference.scheme, registry(), context=repr(text)), context=repr(text)
     )
-    record = usable(registry().validate(record_of(tree, origin)), asked=repr(text))
+    record = usable(registry().validate(record_of(tree, origin)), context=repr(text))
     if MANIFEST_NAME in tree.files:
         listed = record.manifest.components if record.manifest else ()
         chosen = [spec for spec in listed if reference.name in ("", spec.name)]
@@ -44,13 +44,13 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
     if reference.name and kind:
         return [(text, kind)]
     if reference.name:
-        return [(text, kind_of(import_object(f"{record.package}:{reference.name}", asked=repr(text)), text))]
-    import_object(f"{record.package}:__name__", asked=repr(text))
+        return [(text, kind_of(import_object(f"{record.package}:{reference.name}", context=repr(text)), text))]
+    import_object(f"{record.package}:__name__", context=repr(text))
     found = _own_components(importlib.import_module(record.package))
     if not found:
         raise ComponentNotFound(
-            f"{text!r} has no {MANIFEST_NAME}, nor in its __init__.py a class that says by a base class what it is; "
-            f"name what you want, and its kind: '{reference}#Name' --kind loss"
+            f"{text!r} has no {MANIFEST_NAME}, nor a class with a base class of a contract in its __init__.py; "
+            f"name the component and its kind: '{reference}#Name' --kind loss"
         )
     return [(f"{reference}#{name}", of) for name, of in found]
 

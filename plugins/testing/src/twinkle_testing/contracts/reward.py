@@ -85,7 +85,7 @@ def any_text(case: RewardCase) -> None:
             call(reward, [_saying(row, text)], arguments)
         except Violation:
             raise
-        except Exception as error:  # whatever the reward raises
+        except Exception as error:  # a reward may raise any exception
             raise Violation(f"the answer {shown(text, 30)} makes it raise {type(error).__name__}: {error}") from error
 
 

@@ -152,12 +152,12 @@ def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
     from twinkle_registry.importing import attribute
 
     place, _, name = text.rpartition(":")
-    module = file_module(place, asked=repr(text))
-    found = attribute(module, name, asked=repr(text), absent=ComponentNotFound, shown=place)
+    module = file_module(place, context=repr(text))
+    found = attribute(module, name, context=repr(text), absent=ComponentNotFound, shown=place)
     return [(text, kind_of(found, text))]
 
 
-def file_module(place: str, *, asked: str) -> ModuleType:
+def file_module(place: str, *, context: str) -> ModuleType:
     """Import a Python file; in a frozen run it must be unchanged since it was locked.
 
     Raises:
@@ -167,7 +167,7 @@ def file_module(place: str, *, asked: str) -> ModuleType:
     from twinkle_registry.files import import_file
 
     frozen = registry().frozen
-    return import_file(place, asked=asked, source=frozen.source(place, asked=asked) if frozen else None)
+    return import_file(place, context=context, source=frozen.source(place, context=context) if frozen else None)
 
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:

@@ -197,7 +197,7 @@ def generate(
     Args:
         model: the model; the caller has put it into evaluation mode, without gradients.
         prompts: at least one token each.
-        params: sampling parameters; `Prompt.room` and `seed` replace `max_tokens` and `seed`.
+        params: sampling parameters; `Prompt.max_new_tokens` and `seed` replace `max_tokens` and `seed`.
         stop: stop rule.
         seed: seed of the noise.
         max_batch_size: maximum number of sequences to decode at once.
@@ -241,7 +241,7 @@ def scoring_bytes(prompts: Sequence[Prompt], vocabulary: int) -> int:
 
 
 def _scored(prompt: Prompt) -> bool:
-    return prompt.scores.first < len(prompt.ids) or prompt.room == 0
+    return prompt.scores.first < len(prompt.ids) or prompt.max_new_tokens == 0
 
 
 def _generate_chunk(
@@ -261,7 +261,7 @@ def _generate_chunk(
         for prompt, logits_TV in zip(chunk, logits_BTV, strict=True):
             _score_prompt(prompt, logits_TV, seed)
     del logits_BTV
-    if chunk[0].room == 0:
+    if chunk[0].max_new_tokens == 0:
         for prompt in chunk:
             drafts = [SequenceState(prompt.row, n, 0, stop.watch(), reason="length") for n in range(params.num_samples)]
             found[prompt.row].drafts = drafts
@@ -270,7 +270,9 @@ def _generate_chunk(
     for first in range(0, params.num_samples, at_once):
         samples = range(first, min(first + at_once, params.num_samples))
         drafts = [
-            SequenceState(prompt.row, sample, prompt.room, stop.watch()) for prompt in chunk for sample in samples
+            SequenceState(prompt.row, sample, prompt.max_new_tokens, stop.watch())
+            for prompt in chunk
+            for sample in samples
         ]
         _decode(
             model, frontier.repeated(len(samples), last=samples[-1] + 1 == params.num_samples), drafts, params, seed
@@ -469,15 +471,15 @@ class WholeCalls:
         if self._bytes is None or self._bytes[0] is not base:
             hidden = getattr(base.config.get_text_config(), "hidden_size", None) or 0
             self._bytes = base, SequenceBytes.of(model, hidden)
-        longest = max(prompts, key=lambda prompt: len(prompt.ids) + prompt.room)
-        tokens, widest = len(longest.ids) + longest.room, max(len(prompt.ids) for prompt in prompts)
+        longest = max(prompts, key=lambda prompt: len(prompt.ids) + prompt.max_new_tokens)
+        tokens, widest = len(longest.ids) + longest.max_new_tokens, max(len(prompt.ids) for prompt in prompts)
         needed, budget = self._bytes[1].needed(tokens, widest), self._budget()
         scores = scoring_bytes(prompts, model.vocabulary)
         if needed + scores > budget:
             what = f"{tokens} tokens{' and the scores of their prompt' if scores else ''}"
             raise CapacityError(
-                f"row {longest.row}: {what} need about {(needed + scores) / 2**20:.1f} MiB, and the sampler may take "
-                f"{budget / 2**20:.1f} MiB; ask for fewer (max_tokens), or give it more (cache_bytes)"
+                f"row {longest.row}: {what} need about {(needed + scores) / 2**20:.1f} MiB, but the sampler may use "
+                f"{budget / 2**20:.1f} MiB; lower max_tokens or increase cache_bytes"
             )
         return min(self._most, (budget - scores) // needed)
 

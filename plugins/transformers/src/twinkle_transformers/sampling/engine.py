@@ -28,7 +28,7 @@ from twinkle_transformers.sampling.kv_cache import (
     shared_prefix,
     usable,
 )
-from twinkle_transformers.sampling.requests import Place, Prompt, Request, Running, SequenceState, Server, StopRule
+from twinkle_transformers.sampling.requests import CacheSlot, Prompt, Request, Running, SequenceState, Server, StopRule
 from twinkle_transformers.sampling.runner import Piece, Read, Runner
 from twinkle_transformers.sampling.sampling_ops import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
 from twinkle_transformers.sampling.sources import Pick, Source
@@ -50,21 +50,21 @@ class StepPlanner:
 
     Attributes:
         runner: the model.
-        room: manager of the KV cache.
+        kv_manager: manager of the KV cache.
         prefixes: keys and values of earlier prompts.
         waiting: requests without a slot, in the order of their arrival.
     """
 
-    def __init__(self, runner: Runner, room: KVCacheManager, prefixes: PrefixCache, prefill_tokens: int) -> None:
+    def __init__(self, runner: Runner, kv_manager: KVCacheManager, prefixes: PrefixCache, prefill_tokens: int) -> None:
         """Create it without requests.
 
         Args:
             runner: the model.
-            room: manager of the KV cache.
+            kv_manager: manager of the KV cache.
             prefixes: keys and values of earlier prompts.
             prefill_tokens: maximum number of prompt tokens that a step reads.
         """
-        self.runner, self.room, self.prefixes = runner, room, prefixes
+        self.runner, self.kv_manager, self.prefixes = runner, kv_manager, prefixes
         self._prefill_tokens = prefill_tokens
         self.waiting: list[Request] = []
         self._active: list[Request] = []
@@ -79,20 +79,20 @@ class StepPlanner:
         """Run one step; False if there was nothing to do."""
         self.reap()
         before = len(self.waiting)
-        self.room.expected = sum(request.params.num_samples for request in (*self._active, *self.waiting))
+        self.kv_manager.expected = sum(request.params.num_samples for request in (*self._active, *self.waiting))
         try:
-            self._begin()
-            self._start()
+            self._admit()
+            self._start_samples()
             work = self._plan()
             if work:
-                self._serve(work)
-                self._begin()  # before finished prompts release the slots to copy from
+                self._run(work)
+                self._admit()  # before finished prompts release the slots to copy from
         except (MemoryError, RuntimeError) as error:  # not enough memory to grow the KV cache
-            self._give_up(error)
+            self._fail_largest(error)
             return True
         self.reap()
         if not self._active and not self.waiting:
-            self.room.release()
+            self.kv_manager.release_memory()
         return bool(work) or before > len(self.waiting)
 
     def forget(self) -> None:
@@ -101,103 +101,106 @@ class StepPlanner:
         for request in self._active:
             request.stale = True
 
-    def _begin(self) -> None:
+    def _admit(self) -> None:
         """Admit waiting requests in order of arrival, with one slot each.
 
         A request that shares a prefix with a prompt that is being read waits until that prefix can be copied. Its slot
         stays reserved, so that later requests cannot overtake it.
         """
-        held: list[Request] = []
+        candidates: list[Request] = []
         for request in list(self.waiting):
-            held.append(request)
-            if not self.room.fits(held):
+            candidates.append(request)
+            if not self.kv_manager.can_allocate(candidates):
                 return
             # With row_multiple, results must not depend on neighbours, so nothing is copied from them.
             invariant = self.runner.row_multiple > 1
-            head = SharedPrefix() if invariant else shared_prefix(request, self._active)
-            if head.grows:
+            prefix = SharedPrefix() if invariant else shared_prefix(request, self._active)
+            if prefix.grows:
                 continue
-            held.pop()
+            candidates.pop()
             self.waiting.remove(request)
             self._active.append(request)
-            request.places.append(self.room.take(request))
-            self._recall(request, head)
+            request.slots.append(self.kv_manager.allocate(request))
+            self._reuse_prefix(request, prefix)
 
-    def _recall(self, request: Request, head: SharedPrefix) -> None:
+    def _reuse_prefix(self, request: Request, prefix: SharedPrefix) -> None:
         """Copy the longest known prefix, from the slot of an active request or from the prefix cache."""
         blocks = self.prefixes.find(request.key, request.prompt.ids)[: usable(request) // BLOCK]
-        tokens = max(head.tokens, len(blocks) * BLOCK)
+        tokens = max(prefix.tokens, len(blocks) * BLOCK)
         if not tokens:
             return
-        self.room.prepare(tokens)
-        slot = request.places[0].slot
-        if head.source is not None and head.tokens == tokens:
-            self.room.store.copy(head.source.places[0].slot, slot, tokens)
+        self.kv_manager.ensure_capacity(tokens)
+        slot = request.slots[0].index
+        if prefix.source is not None and prefix.tokens == tokens:
+            self.kv_manager.store.copy(prefix.source.slots[0].index, slot, tokens)
         else:
             for number, block in enumerate(blocks):
-                self.room.store.put(slot, number * BLOCK, block.parts)
+                self.kv_manager.store.put(slot, number * BLOCK, block.parts)
         request.read = request.known = tokens
 
-    def _start(self) -> None:
+    def _start_samples(self) -> None:
         """Give slots to samples that have a first token; waiting requests take precedence over second samples."""
         for request in self._active:
-            while request.pending and (request.idle or self.room.fits([*self.waiting, request])):
+            while request.pending and (request.idle or self.kv_manager.can_allocate([*self.waiting, request])):
                 if not request.idle:
                     self._copy_prompt(request)
                 self._running.append(Running(request, request.pending.popleft(), request.idle.pop()))
             if not request.pending:
-                for place in request.idle:
-                    self._leave(request, place)
+                for slot in request.idle:
+                    self._free(request, slot)
                 request.idle.clear()
 
     def _copy_prompt(self, request: Request) -> None:
-        place, length = self.room.take(request), len(request.prompt.ids)
+        slot, length = self.kv_manager.allocate(request), len(request.prompt.ids)
         try:
-            self.room.prepare(length)
-            self.room.store.copy(request.places[0].slot, place.slot, length)
+            self.kv_manager.ensure_capacity(length)
+            self.kv_manager.store.copy(request.slots[0].index, slot.index, length)
         except BaseException:
-            self.room.leave(place)
+            self.kv_manager.free(slot)
             raise
-        request.places.append(place)
-        request.idle.append(place)
+        request.slots.append(slot)
+        request.idle.append(slot)
 
     def _plan(self) -> Work:
-        """Return the pieces of the next step: chunks of prompts within the budget, and one token per running sample."""
-        left = self._prefill_tokens
-        parts = []
+        """Return the pieces of the next step: chunks of prompts within the budget, and one token per running sample.
+
+        The budget bounds the latency of a step: a long prompt must not delay the next token of running samples.
+        """
+        budget = self._prefill_tokens
+        prompts = []
         for request in self._active:
-            if request.reading and left:
-                stop = min(len(request.prompt.ids), request.read + left)
-                left -= stop - request.read
-                parts.append((request, stop))
-        lengths = [*(stop for _, stop in parts), *(running.length + 1 for running in self._running)]
+            if request.reading and budget:
+                stop = min(len(request.prompt.ids), request.read + budget)
+                budget -= stop - request.read
+                prompts.append((request, stop))
+        lengths = [*(stop for _, stop in prompts), *(running.length + 1 for running in self._running)]
         if not lengths:
             return []
-        self.room.prepare(max(lengths))
-        work: Work = [(r, Piece(r.place.slot, r.length, r.draft.tokens[-1:], r.request.version)) for r in self._running]
-        for request, stop in parts:
+        self.kv_manager.ensure_capacity(max(lengths))
+        work: Work = [(r, Piece(r.slot.index, r.length, r.draft.tokens[-1:], r.request.version)) for r in self._running]
+        for request, stop in prompts:
             ids = request.prompt.ids[request.read : stop]
-            work.append((request, Piece(request.places[0].slot, request.read, ids, request.version)))
+            work.append((request, Piece(request.slots[0].index, request.read, ids, request.version)))
         return work
 
-    def _serve(self, work: Work) -> None:
-        """Run a step; if it fails, run the part of each request alone, so that only the faulty request fails."""
+    def _run(self, work: Work) -> None:
+        """Run a step; if it fails, run the pieces of each request separately, so that only the faulty request fails."""
         try:
-            read = self.runner.read([piece for _, piece in work], self.room.store)
-            self._take(work, read)
+            read = self.runner.read([piece for _, piece in work], self.kv_manager.store)
+            self._process(work, read)
         except Exception as error:  # any error of the model becomes the error of a request
             by_request: dict[Request, Work] = {}
             for owner, piece in work:
                 by_request.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
             if len(by_request) > 1:
-                for part in by_request.values():
-                    if left := [(o, p) for o, p in part if not _taken(o, p)]:
-                        self._serve(left)
+                for own_work in by_request.values():
+                    if remaining := [(o, p) for o, p in own_work if not _processed(o, p)]:
+                        self._run(remaining)
             else:
                 for request in by_request:
                     request.error = request.error or error
 
-    def _take(self, work: Work, read: Read) -> None:
+    def _process(self, work: Work, read: Read) -> None:
         """Score the prompt tokens that were read, and sample the next tokens."""
         rows: dict[int, Request | Running] = {}
         for (owner, piece), first in zip(work, read.stream.firsts, strict=True):
@@ -205,17 +208,17 @@ class StepPlanner:
             if isinstance(owner, Request):
                 self._score(owner, piece, read, first)
                 stop = piece.start + len(piece.tokens)
-                if stop < len(owner.prompt.ids) or owner.prompt.room == 0:
+                if stop < len(owner.prompt.ids) or owner.prompt.max_new_tokens == 0:
                     owner.read = stop
                     continue
             rows[past - 1] = owner
-        for part in self._portions(sorted(rows)):
-            logits = self.runner.logits(read, part)
-            owners = [rows[row] for row in part]
-            going = [(index, owner) for index, owner in enumerate(owners) if isinstance(owner, Running)]
-            if going:
-                own_logits = logits if len(going) == len(part) else logits[[index for index, _ in going]]
-                choose(own_logits, [(owner.request, owner.draft) for _, owner in going])
+        for chunk in self._chunks(sorted(rows)):
+            logits = self.runner.logits(read, chunk)
+            owners = [rows[row] for row in chunk]
+            running = [(index, owner) for index, owner in enumerate(owners) if isinstance(owner, Running)]
+            if running:
+                own_logits = logits if len(running) == len(chunk) else logits[[index for index, _ in running]]
+                choose(own_logits, [(owner.request, owner.draft) for _, owner in running])
             for index, owner in enumerate(owners):
                 if isinstance(owner, Request):
                     self._draw_first(owner, logits[index : index + 1])
@@ -223,23 +226,26 @@ class StepPlanner:
     def _score(self, request: Request, piece: Piece, read: Read, first: int) -> None:
         scores, begin = request.prompt.scores, first - piece.start
         rows = range(max(piece.start, scores.first) + begin, min(first + len(piece.tokens), scores.past + begin))
-        for part in self._portions(rows):
-            logits = self.runner.logits(read, part)
-            if not scores.write(part[0] - begin, logits, request.seed, request.prompt.row):
+        for chunk in self._chunks(rows):
+            logits = self.runner.logits(read, chunk)
+            if not scores.write(chunk[0] - begin, logits, request.seed, request.prompt.row):
                 request.error = request.error or broken_logits(request.prompt.row)
 
     def _draw_first(self, request: Request, logits: Tensor) -> None:
-        """Sample the first token of every sample of a prompt that was read completely."""
+        """Sample the first token of every sample of a prompt that was read completely.
+
+        All samples share the logits of the last prompt token, so the prompt is read once for the whole group.
+        """
         drafts = [draft for draft in request.result.drafts if not draft.tokens]
-        for part in self._portions(range(len(drafts))):
-            choose(logits, [(request, drafts[index]) for index in part])
+        for chunk in self._chunks(range(len(drafts))):
+            choose(logits, [(request, drafts[index]) for index in chunk])
         if request.error is None:
-            self._keep(request, request.places[0], request.prompt.ids)
+            self._cache_prefix(request, request.slots[0], request.prompt.ids)
         request.pending.extend(draft for draft in request.result.drafts if draft.reason is None)
-        request.idle.extend(request.places)
+        request.idle.extend(request.slots)
         request.read = len(request.prompt.ids)
 
-    def _portions(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+    def _chunks(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         """Yield rows in parts whose logits stay below `_LOGIT_BYTES`."""
         size = max(1, _LOGIT_BYTES // (4 * self.runner.vocabulary))
         for first in range(0, len(rows), size):
@@ -254,42 +260,42 @@ class StepPlanner:
             request = running.request
             if request.over:
                 continue
-            self._keep(request, running.place, request.prompt.ids + running.draft.tokens[:-1])
-            if request.pending and (len(request.places) == 1 or not self.waiting):
-                request.idle.append(running.place)
+            self._cache_prefix(request, running.slot, request.prompt.ids + running.draft.tokens[:-1])
+            if request.pending and (len(request.slots) == 1 or not self.waiting):
+                request.idle.append(running.slot)
             else:
-                self._leave(request, running.place)
+                self._free(request, running.slot)
         for requests in (self._active, self.waiting):
             for request in [r for r in requests if r.over or r.finished]:
                 requests.remove(request)
                 self._close(request)
 
     def _close(self, request: Request) -> None:
-        for place in list(request.places):
-            if request.over and place.slot < self.room.store.slots:
-                self.room.store.clear(place.slot)
-            self._leave(request, place)
-        self.room.forget(request)
+        for slot in list(request.slots):
+            if request.over and slot.index < self.kv_manager.store.slots:
+                self.kv_manager.store.clear(slot.index)
+            self._free(request, slot)
+        self.kv_manager.drop_reservation(request)
         for draft in request.result.drafts:
-            draft.reason = draft.reason or ("length" if request.prompt.room == 0 else "abort")
+            draft.reason = draft.reason or ("length" if request.prompt.max_new_tokens == 0 else "abort")
         request.pending.clear()
         request.done = True
 
-    def _keep(self, request: Request, place: Place, tokens: list[int]) -> None:
+    def _cache_prefix(self, request: Request, slot: CacheSlot, tokens: list[int]) -> None:
         if not request.stale:
-            self.prefixes.add(request.key, tokens, self.room.store, place.slot)
+            self.prefixes.add(request.key, tokens, self.kv_manager.store, slot.index)
 
-    def _leave(self, request: Request, place: Place) -> None:
-        request.places.remove(place)
-        self.room.leave(place)
+    def _free(self, request: Request, slot: CacheSlot) -> None:
+        request.slots.remove(slot)
+        self.kv_manager.free(slot)
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_largest(self, error: Exception) -> None:
         largest = max(self._active, key=lambda request: request.most)
         largest.error = error
         self.reap()
 
 
-def _taken(owner: Request | Running, piece: Piece) -> bool:
+def _processed(owner: Request | Running, piece: Piece) -> bool:
     """Return whether a failed step had already processed this piece, so that it must not be read again."""
     if isinstance(owner, Running):
         return owner.length > piece.start
@@ -301,8 +307,8 @@ class StepEngine:
 
     Attributes:
         runner: the model.
-        prefixes: what was read of earlier prompts.
-        room: slots for keys and values.
+        prefixes: keys and values of earlier prompts.
+        kv_manager: manager of the KV cache.
     """
 
     def __init__(
@@ -328,8 +334,8 @@ class StepEngine:
             ready: returns the context in which the model runs.
         """
         self.runner, self.prefixes = runner, PrefixCache(prefix_bytes)
-        self.room = KVCacheManager(store, budget, slots)
-        self._batch = StepPlanner(runner, self.room, self.prefixes, prefill_tokens)
+        self.kv_manager = KVCacheManager(store, budget, slots)
+        self._batch = StepPlanner(runner, self.kv_manager, self.prefixes, prefill_tokens)
         self._ready = ready
         self._incoming: deque[Request] = deque()
         self._changed = Condition()
@@ -338,7 +344,7 @@ class StepEngine:
     @property
     def longest(self) -> int:
         """Maximum number of tokens of a sequence."""
-        return self.room.budget // self.room.store.token_bytes
+        return self.kv_manager.budget // self.kv_manager.store.token_bytes
 
     @property
     def idle(self) -> bool:
@@ -352,13 +358,14 @@ class StepEngine:
             CapacityError: its keys and values do not fit into the KV cache.
             NonFiniteError: its adapter's weights are NaN or infinite.
         """
-        room = self.room
-        token_bytes = room.store.token_bytes
+        manager = self.kv_manager
+        token_bytes = manager.store.token_bytes
         if request.most > self.longest:
             raise CapacityError(
                 f"row {request.prompt.row}: {request.most} tokens need {request.most * token_bytes / 2**20:.1f} MiB of "
-                f"keys and values ({token_bytes} bytes a token), and the sampler has {room.budget / 2**20:.1f} MiB, "
-                f"room for {self.longest}; ask for fewer (max_tokens), or give it more (cache_bytes)"
+                f"keys and values ({token_bytes} bytes per token), but the KV cache has "
+                f"{manager.budget / 2**20:.1f} MiB, enough for {self.longest} tokens; "
+                "lower max_tokens or increase cache_bytes"
             )
         if request.version is not None:
             request.version.check()
@@ -464,8 +471,8 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
         highest, tokens = raw.max(-1)
     else:
         highest = raw.amax(-1)
-        places = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
-        noise = None if places is None else torch.tensor(places, dtype=torch.float64)
+        positions = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
+        noise = None if positions is None else torch.tensor(positions, dtype=torch.float64)
         tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
     broken = highest.isnan().tolist()  # `max` and `amax` propagate NaN
     table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle_transformers.sampling.requests import Place, Request
+from twinkle_transformers.sampling.requests import CacheSlot, Request
 
 _LEAST = 64  # initial capacity of a slot, in tokens
 BLOCK = 16
@@ -123,7 +123,7 @@ class KVCacheManager:
     Attributes:
         store: keys and values.
         budget: limit of the cache, in bytes.
-        places: slots in use.
+        slots: allocated slots.
         expected: slots that the present requests will need; growing once costs less than growing repeatedly.
     """
 
@@ -135,71 +135,73 @@ class KVCacheManager:
             budget: limit in bytes.
             slots: maximum number of slots.
         """
-        self.store, self.budget, self._most = store, budget, slots
-        self.places: list[Place] = []
+        self.store, self.budget, self._max_slots = store, budget, slots
+        self.slots: list[CacheSlot] = []
         self.expected = 0
         self._reserved: dict[Request, int] = {}
 
-    def fits(self, requests: Sequence[Request]) -> bool:
+    def can_allocate(self, requests: Sequence[Request]) -> bool:
         """Return whether one more slot for each of these requests is available now."""
-        slots = len(self.places) + len(requests)
-        if slots > self._most:
+        count = len(self.slots) + len(requests)
+        if count > self._max_slots:
             return False
         # All slots have the same capacity, so the longest reservation determines the bytes of every slot.
         tokens = max(*(request.most for request in requests), *self._reserved.values(), 0)
-        return slots * tokens * self.store.token_bytes <= self.budget
+        return count * tokens * self.store.token_bytes <= self.budget
 
-    def take(self, request: Request) -> Place:
+    def allocate(self, request: Request) -> CacheSlot:
         """Assign the lowest free slot to a request that fits."""
         self._reserved[request] = request.most
-        taken = {place.slot for place in self.places}
-        place = Place(next(slot for slot in range(len(taken) + 1) if slot not in taken))
-        self.places.append(place)
-        return place
+        used = {slot.index for slot in self.slots}
+        slot = CacheSlot(next(index for index in range(len(used) + 1) if index not in used))
+        self.slots.append(slot)
+        return slot
 
-    def leave(self, place: Place) -> None:
+    def free(self, slot: CacheSlot) -> None:
         """Release a slot."""
-        self.places.remove(place)
+        self.slots.remove(slot)
 
-    def forget(self, request: Request) -> None:
+    def drop_reservation(self, request: Request) -> None:
         """Drop the reservation of a request."""
         self._reserved.pop(request, None)
 
-    def prepare(self, tokens: int) -> None:
+    def ensure_capacity(self, tokens: int) -> None:
         """Make the cache large enough for all slots in use, each with `tokens` tokens."""
-        slots = max((place.slot for place in self.places), default=-1) + 1
-        if slots <= self.store.slots and tokens <= self.store.capacity:
+        count = max((slot.index for slot in self.slots), default=-1) + 1
+        if count <= self.store.slots and tokens <= self.store.capacity:
             return
-        if slots > len(self.places):
-            self.tidy()
-            slots = len(self.places)
+        if count > len(self.slots):
+            self.compact()
+            count = len(self.slots)
         most = max(tokens, *self._reserved.values(), 0)
-        wide = max(tokens, self.store.capacity, min(most, max(_LEAST, tokens * 2)))
-        if slots * wide * self.store.token_bytes > self.budget:
-            wide = most  # the most that the assigned requests may use, for which `fits` has checked the budget
-        wanted = max(2 * self.store.slots, self.expected) if slots > self.store.slots else self.store.slots
-        most_slots = min(self._most, self.budget // (max(wide, most) * self.store.token_bytes))
-        self.store.resize(max(slots, min(wanted, most_slots)), wide)
+        capacity = max(tokens, self.store.capacity, min(most, max(_LEAST, tokens * 2)))
+        if count * capacity * self.store.token_bytes > self.budget:
+            # The largest reservation, for which `can_allocate` has checked the budget.
+            capacity = most
+        # Grow the number of slots geometrically, so that a rising number of requests costs few copies.
+        preferred = max(2 * self.store.slots, self.expected) if count > self.store.slots else self.store.slots
+        limit = min(self._max_slots, self.budget // (max(capacity, most) * self.store.token_bytes))
+        self.store.resize(max(count, min(preferred, limit)), capacity)
 
-    def tidy(self) -> None:
+    def compact(self) -> None:
         """Compact the cache: move sequences so that the slots in use come first."""
-        taken = {place.slot for place in self.places}
-        holes = iter(sorted(set(range(len(taken))) - taken))
-        for place in self.places:
-            if place.slot >= len(taken):
+        used = {slot.index for slot in self.slots}
+        holes = iter(sorted(set(range(len(used))) - used))
+        for slot in self.slots:
+            if slot.index >= len(used):
                 hole = next(holes)
-                if place.slot < self.store.slots:  # otherwise nothing was written yet
-                    self.store.copy(place.slot, hole, self.store.capacity)
-                place.slot = hole
+                if slot.index < self.store.slots:  # otherwise nothing was written yet
+                    self.store.copy(slot.index, hole, self.store.capacity)
+                slot.index = hole
 
     @property
-    def scattered(self) -> bool:
+    def fragmented(self) -> bool:
         """Whether the slots in use are far apart."""
-        return max((place.slot for place in self.places), default=0) >= 2 * len(self.places) + 4
+        return max((slot.index for slot in self.slots), default=0) >= 2 * len(self.slots) + 4
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free all memory if no slot is in use."""
-        if not self.places and self.store.bytes:
+        if not self.slots and self.store.bytes:
             self.store.resize(0, 0)
 
 

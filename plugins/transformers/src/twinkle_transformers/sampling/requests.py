@@ -70,31 +70,31 @@ def token_ids(feature: Mapping[str, Any], row: int, vocabulary: int) -> list[int
     return ids
 
 
-def rooms(prompts: Sequence[Sequence[int]], max_tokens: int | None, context: int | None) -> list[int]:
+def max_new_tokens_of(prompts: Sequence[Sequence[int]], max_tokens: int | None, context: int | None) -> list[int]:
     """Return the maximum number of new tokens of each prompt: `max_tokens` (None: 2048), limited by the context.
 
     Raises:
         DataError: a prompt is longer than the context, or leaves no room for new tokens.
     """
-    wanted = _DEFAULT_ROOM if max_tokens is None else max_tokens
+    limit = _DEFAULT_ROOM if max_tokens is None else max_tokens
     if context is None:
-        return [wanted] * len(prompts)
+        return [limit] * len(prompts)
     for row, ids in enumerate(prompts):
-        if len(ids) > context or (wanted and len(ids) == context):
+        if len(ids) > context or (limit and len(ids) == context):
             raise DataError(
                 f"row {row} has {len(ids)} tokens, the model's context {context}; shorten the prompt (max_length= of "
                 "the template)"
             )
-    return [min(wanted, context - len(ids)) for ids in prompts]
+    return [min(limit, context - len(ids)) for ids in prompts]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the ids that end a text: those of the generation configuration, and the tokenizer's."""
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for owner in (getattr(model, "generation_config", None), tokenizer):
         ids = getattr(owner, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)
+        stop_ids.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(stop_ids)
 
 
 def _plain(values: Any) -> list[Any]:
@@ -124,7 +124,7 @@ class PromptScores:
     topk: list[list[tuple[int, float]] | None] | None = None
     targets: list[list[float | None]] | None = None
     draws: list[list[tuple[int, float]]] | None = None
-    _asked: Tensor | None = None
+    _requested_targets: Tensor | None = None
     _scored: range = range(0)
 
     @classmethod
@@ -151,8 +151,8 @@ class PromptScores:
             scores.logprobs = [None] * count
             scores.topk = [None] * count if params.prompt_logprobs else None
         if params.prompt_targets is not None:
-            scores._asked = _table(params.prompt_targets, row, count, vocabulary)
-            scores.targets = [[None] * scores._asked.shape[1] for _ in scores._asked]
+            scores._requested_targets = _table(params.prompt_targets, row, count, vocabulary)
+            scores.targets = [[None] * scores._requested_targets.shape[1] for _ in scores._requested_targets]
         if params.prompt_draws:
             scores.draws = [[] for _ in range(count - 1)]
         needed = [rows for rows in scores._needed() if rows]
@@ -162,8 +162,9 @@ class PromptScores:
 
     def _needed(self) -> Iterator[range]:
         yield self._scored
-        if self._asked is not None and len(asked := (self._asked != _NOTHING).any(1).nonzero()):
-            yield range(int(asked[0]), int(asked[-1]) + 1)
+        targets = self._requested_targets
+        if targets is not None and len(rows := (targets != _NOTHING).any(1).nonzero()):
+            yield range(int(rows[0]), int(rows[-1]) + 1)
         if self.draws:
             yield range(len(self.draws))
 
@@ -181,21 +182,21 @@ class PromptScores:
         past = min(first + len(logits), self.past)
         if past <= first:
             return True
-        own = self.params.temperature
-        wanted = own if self.params.prompt_temperature is None else self.params.prompt_temperature
-        table = log_probs(logits[: past - first], wanted)
+        sampling_temperature = self.params.temperature
+        temperature = sampling_temperature if self.params.prompt_temperature is None else self.params.prompt_temperature
+        table = log_probs(logits[: past - first], temperature)
         if bool(table.isnan().any()):
             return False
         rows = range(first, past)
         logits = logits[: past - first]
-        self._write_tokens(_cut(rows, self._scored), table, first)
+        self._write_tokens(_intersection(rows, self._scored), table, first)
         self._write_targets(rows, table)
         if self.draws:
-            places = _cut(rows, range(len(self.ids) - 1))
-            drawn = logits[: len(places)]
-            self._write_draws(
-                places, drawn, table[: len(places)] if wanted == own else log_probs(drawn, own), seed, row
-            )
+            positions = _intersection(rows, range(len(self.ids) - 1))
+            drawn = logits[: len(positions)]
+            same = temperature == sampling_temperature
+            scores = table[: len(positions)] if same else log_probs(drawn, sampling_temperature)
+            self._write_draws(positions, drawn, scores, seed, row)
         return True
 
     def _write_tokens(self, rows: range, table: Tensor, first: int) -> None:
@@ -203,18 +204,18 @@ class PromptScores:
             return
         table = table[rows.start - first : rows.stop - first]
         index = torch.tensor(self.ids[rows.start + 1 : rows.stop + 1], device=table.device)
-        places = slice(rows.start + 1, rows.stop + 1)
-        self.logprobs[places] = table.gather(-1, index[:, None]).squeeze(-1).tolist()
+        positions = slice(rows.start + 1, rows.stop + 1)
+        self.logprobs[positions] = table.gather(-1, index[:, None]).squeeze(-1).tolist()
         if self.topk is not None and self.params.prompt_logprobs:
-            self.topk[places] = most_probable(table, self.params.prompt_logprobs)
+            self.topk[positions] = most_probable(table, self.params.prompt_logprobs)
 
     def _write_targets(self, rows: range, table: Tensor) -> None:
-        if self._asked is None or self.targets is None:
+        if self._requested_targets is None or self.targets is None:
             return
-        asked = self._asked[rows.start : rows.stop]
-        found = table[: len(asked)].gather(-1, asked.clamp(min=0).to(table.device)).tolist()
-        for place, (tokens, scores) in enumerate(zip(asked.tolist(), found, strict=True), rows.start):
-            self.targets[place] = [
+        requested = self._requested_targets[rows.start : rows.stop]
+        logprobs = table[: len(requested)].gather(-1, requested.clamp(min=0).to(table.device)).tolist()
+        for position, (tokens, scores) in enumerate(zip(requested.tolist(), logprobs, strict=True), rows.start):
+            self.targets[position] = [
                 None if token == _NOTHING else score for token, score in zip(tokens, scores, strict=True)
             ]
 
@@ -224,18 +225,18 @@ class PromptScores:
         noise = _noise(seed if isinstance(seed, int) else seed[0], row, rows, self.params.prompt_draws)
         tokens = draw_several(logits, noise, temperature=self.params.temperature)
         scores = table.gather(-1, tokens)
-        for place, ids, values in zip(rows, tokens.tolist(), scores.tolist(), strict=True):
-            self.draws[place] = list(zip(ids, values, strict=True))
+        for position, ids, values in zip(rows, tokens.tolist(), scores.tolist(), strict=True):
+            self.draws[position] = list(zip(ids, values, strict=True))
 
 
-def _noise(seed: int, row: int, places: range, count: int) -> Tensor:
-    """Return float64 `[places, count]` in [0, 1) with 48 random bits: a function of seed, row, position and column."""
-    index = torch.arange(places.start, places.stop)[:, None] * 2**32 + torch.arange(count)
+def _noise(seed: int, row: int, positions: range, count: int) -> Tensor:
+    """Return float64 `[positions, count]` in [0, 1) with 48 random bits, by seed, row, position and column."""
+    index = torch.arange(positions.start, positions.stop)[:, None] * 2**32 + torch.arange(count)
     high, low = (uniform(seed, (row, half), index).double() for half in range(2))
     return high + low * 2.0**-24
 
 
-def _cut(rows: range, bounds: range) -> range:
+def _intersection(rows: range, bounds: range) -> range:
     return range(max(rows.start, bounds.start), min(rows.stop, bounds.stop))
 
 
@@ -299,9 +300,9 @@ class StopWatch:
     def __init__(self, rule: StopRule) -> None:
         self._rule = rule
         self._tail: list[int] = []
-        self._known = 0
+        self._decoded = 0
         self._text = ""
-        self._reach = max((len(string) for string in rule.strings), default=0)
+        self._max_overlap = max((len(string) for string in rule.strings), default=0)
 
     def ends(self, token: int) -> bool:
         """Add the next token and return whether the sequence ends with it."""
@@ -312,23 +313,23 @@ class StopWatch:
     def _string_ends(self, token: int) -> bool:
         self._tail.append(token)
         decode = self._rule.tokenizer.decode
-        before = decode(self._tail[: self._known], skip_special_tokens=False)
+        before = decode(self._tail[: self._decoded], skip_special_tokens=False)
         after = decode(self._tail, skip_special_tokens=False)
         whole = after.rstrip(_UNFINISHED)
-        found = _first(self._text + whole[len(before) :], self._rule.strings) >= 0
+        is_match = _first(self._text + whole[len(before) :], self._rule.strings) >= 0
         finished = whole == after and len(after) > len(before)
-        if finished or len(self._tail) - self._known > _PATIENCE:
+        if finished or len(self._tail) - self._decoded > _PATIENCE:
             # Keep only as much text as the longest stop string can overlap.
-            self._text = (self._text + after[len(before) :])[-self._reach :]
-            self._tail = self._tail[self._known :]
-            self._known = len(self._tail)
-        return found
+            self._text = (self._text + after[len(before) :])[-self._max_overlap :]
+            self._tail = self._tail[self._decoded :]
+            self._decoded = len(self._tail)
+        return is_match
 
 
 def _first(text: str, strings: Sequence[str]) -> int:
     """Return where the earliest of `strings` begins in `text`, or -1."""
-    found = [at for string in strings if (at := text.find(string)) >= 0]
-    return min(found, default=-1)
+    starts = [start for string in strings if (start := text.find(string)) >= 0]
+    return min(starts, default=-1)
 
 
 def _without_special(text: str, tokenizer: Any) -> str:
@@ -348,7 +349,7 @@ class TextStream:
         """
         self._rule = rule
         self._tail: list[int] = []
-        self._known = 0
+        self._decoded = 0
         self._sent = self._held = ""
 
     def add(self, token: int) -> str:
@@ -356,12 +357,12 @@ class TextStream:
         if token in self._rule.token_ids:
             return ""
         self._tail.append(token)
-        before, after = self._decode(self._tail[: self._known]), self._decode(self._tail)
+        before, after = self._decode(self._tail[: self._decoded]), self._decode(self._tail)
         finished = not after.endswith(_UNFINISHED) and len(after) > len(before)
-        if not finished and len(self._tail) - self._known <= _PATIENCE:
+        if not finished and len(self._tail) - self._decoded <= _PATIENCE:
             return ""
-        self._tail = self._tail[self._known :]
-        self._known = len(self._tail)
+        self._tail = self._tail[self._decoded :]
+        self._decoded = len(self._tail)
         text = self._held + after[len(before) :]
         certain = len(text) - max((_begun(text, string) for string in self._rule.strings), default=0)
         self._held = text[certain:]
@@ -391,13 +392,13 @@ class Prompt:
     Attributes:
         row: its index in the call.
         ids: its token ids.
-        room: maximum number of new tokens; 0 for all prompts of a call or for none.
+        max_new_tokens: maximum number of new tokens; 0 for all prompts of a call or for none.
         scores: its scores.
     """
 
     row: int
     ids: list[int]
-    room: int
+    max_new_tokens: int
     scores: PromptScores
 
 
@@ -407,7 +408,7 @@ class SequenceState:
 
     row: int
     sample: int
-    room: int
+    max_new_tokens: int
     watch: StopWatch
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -421,7 +422,7 @@ class SequenceState:
         self.tokens.append(token)
         if self.watch.ends(token):
             self.reason = "stop"
-        elif len(self.tokens) >= self.room:
+        elif len(self.tokens) >= self.max_new_tokens:
             self.reason = "length"
 
 
@@ -433,10 +434,10 @@ class Generated:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A slot of the KV cache in use; compaction of the cache changes `slot`."""
+class CacheSlot:
+    """An allocated slot of the KV cache; compaction of the cache changes its `index`."""
 
-    slot: int
+    index: int
 
 
 @dataclass(slots=True, eq=False)
@@ -452,7 +453,7 @@ class Request:
         result: the samples so far.
         read: number of prompt tokens in the KV cache.
         known: number of these that were copied from other prompts.
-        places: slots that contain the prompt.
+        slots: slots that contain the prompt.
         idle: slots of these without a running sample.
         pending: samples with a first token but without a slot.
         error: the error of a failed request.
@@ -469,8 +470,8 @@ class Request:
     result: Generated = field(init=False)
     read: int = 0
     known: int = 0
-    places: list[Place] = field(default_factory=list)
-    idle: list[Place] = field(default_factory=list)
+    slots: list[CacheSlot] = field(default_factory=list)
+    idle: list[CacheSlot] = field(default_factory=list)
     pending: deque[SequenceState] = field(default_factory=deque)
     error: Exception | None = None
     done: bool = False
@@ -478,9 +479,9 @@ class Request:
     stale: bool = False
 
     def __post_init__(self) -> None:
-        row, room = self.prompt.row, self.prompt.room
+        row, max_new_tokens = self.prompt.row, self.prompt.max_new_tokens
         self.result = Generated(
-            [SequenceState(row, n, room, self.stop.watch()) for n in range(self.params.num_samples)]
+            [SequenceState(row, n, max_new_tokens, self.stop.watch()) for n in range(self.params.num_samples)]
         )
 
     @property
@@ -501,14 +502,14 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all samples have ended, or without samples the prompt was read."""
-        if self.prompt.room == 0:
+        if self.prompt.max_new_tokens == 0:
             return not self.reading
         return all(draft.reason is not None for draft in self.result.drafts)
 
     @property
     def most(self) -> int:
         """Maximum number of tokens of one of its sequences in the KV cache."""
-        return len(self.prompt.ids) + max(0, self.prompt.room - 1)
+        return len(self.prompt.ids) + max(0, self.prompt.max_new_tokens - 1)
 
     @property
     def drawing(self) -> tuple[float, ...]:
@@ -525,12 +526,12 @@ class Running:
     Attributes:
         request: its request.
         draft: the sample.
-        place: its slot.
+        slot: its slot.
     """
 
     request: Request
     draft: SequenceState
-    place: Place
+    slot: CacheSlot
 
     @property
     def length(self) -> int:

@@ -33,19 +33,19 @@ _GAP = 8  # largest distance of consecutive slots in one attention call
 _NONE = Segments.of([1])
 """Unused segments of `CacheScope`, which gets its sequences from `AttentionMetadata`."""
 Texts = tuple[tuple[int, ...], ...]
-_LIVELY_ROPE = ("dynamic", "longrope")
+_DYNAMIC_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest sequence of a call."""
 _LENGTHS = (7, 5, 3)
 _CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive tokens of one sequence in the stream of a step.
+class TokenSpan:
+    """Consecutive tokens of one sequence in the token stream of a step.
 
     Attributes:
         slot: slot of the sequence in the KV cache.
-        start: number of its tokens that are in the cache already.
+        start: number of its tokens that are already in the cache.
         first: index of the first token in the stream.
         count: number of tokens.
     """
@@ -67,8 +67,8 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """Neighbouring slots whose single next tokens attend in one call.
+class SlotRange:
+    """Neighbouring slots whose next tokens attend in one call.
 
     Attributes:
         slots: slots of the cache.
@@ -96,40 +96,42 @@ class AttentionMetadata:
     each other only and do not read the cache. Chunks of partly read prompts need one call each.
 
     Attributes:
-        single: stretches of one token that continue a sequence, ordered by slot.
-        fresh: stretches that begin a sequence.
-        later: stretches of several tokens that continue a sequence.
+        decodes: spans of one token that continue a sequence, ordered by slot.
+        prefills: spans that begin a sequence.
+        chunks: spans of several tokens that continue a sequence (chunked prefill).
     """
 
-    def __init__(self, stretches: Sequence[Stretch], total: int, device: torch.device) -> None:
-        """Group stretches.
+    def __init__(self, token_spans: Sequence[TokenSpan], total: int, device: torch.device) -> None:
+        """Group the token spans of a step.
 
         Args:
-            stretches: stretches of the step, in the order of the stream; tokens after them are padding.
+            token_spans: token spans of the step, in the order of the stream; tokens after them are padding.
             total: number of tokens of the stream.
             device: device of the cache.
         """
         self.total, self.device = total, device
-        self.single = sorted((s for s in stretches if s.count == 1 and s.start), key=lambda s: s.slot)
-        self.fresh = [s for s in stretches if not s.start]
-        self.later = [s for s in stretches if s.count > 1 and s.start]
+        self.decodes = sorted((s for s in token_spans if s.count == 1 and s.start), key=lambda s: s.slot)
+        self.prefills = [s for s in token_spans if not s.start]
+        self.chunks = [s for s in token_spans if s.count > 1 and s.start]
         self._masks: dict[Any, Tensor] = {}
-        self._places: dict[int, Tensor] = {}
+        self._decode_indices: dict[int, Tensor] = {}
 
     @cached_property
-    def single_rows(self) -> Tensor:
-        """Rows of the single tokens in the stream, int64 `[n]`."""
-        return self._index([s.first for s in self.single])
+    def decode_rows(self) -> Tensor:
+        """Rows of the decode tokens in the stream, int64 `[n]`."""
+        return self._index([s.first for s in self.decodes])
 
     @cached_property
-    def simple(self) -> bool:
+    def pure_decode(self) -> bool:
         """Whether the stream has exactly one token for each of some neighbouring slots, in order: pure decoding."""
-        spans = self.spans
-        in_order = all(stretch.first == row for row, stretch in enumerate(self.single))
-        return len(self.single) == self.total and len(spans) == 1 and spans[0].filled is None and in_order
+        slot_ranges = self.slot_ranges
+        in_order = all(token_span.first == row for row, token_span in enumerate(self.decodes))
+        return len(self.decodes) == self.total and len(slot_ranges) == 1 and slot_ranges[0].filled is None and in_order
 
-    def single_places(self, heads: int, capacity: int) -> Tensor:
-        """Return the rows of the single tokens in a layer of the cache, viewed as `[slots * heads * capacity, size]`.
+    def decode_indices(self, heads: int, capacity: int) -> Tensor:
+        """Return the rows of the decode tokens in a layer of the cache, viewed as `[slots * heads * capacity, size]`.
+
+        With these indices one `index_copy_` writes the next token of all sequences, instead of one copy per slot.
 
         Args:
             heads: number of heads of the layer.
@@ -138,91 +140,93 @@ class AttentionMetadata:
         Returns:
             int64 `[n * heads]`.
         """
-        if heads not in self._places:
-            first = self._index([s.slot * heads * capacity + s.start for s in self.single])
-            self._places[heads] = (first[:, None] + capacity * torch.arange(heads, device=self.device)).flatten()
-        return self._places[heads]
+        if heads not in self._decode_indices:
+            first = self._index([s.slot * heads * capacity + s.start for s in self.decodes])
+            self._decode_indices[heads] = (
+                first[:, None] + capacity * torch.arange(heads, device=self.device)
+            ).flatten()
+        return self._decode_indices[heads]
 
     @cached_property
-    def fresh_rows(self) -> slice | Tensor:
+    def prefill_rows(self) -> slice | Tensor:
         """Rows of the tokens of new sequences in the stream; a slice if they are contiguous, which avoids copies."""
-        first, count = self.fresh[0].first, sum(s.count for s in self.fresh)
-        if self.fresh[-1].first + self.fresh[-1].count == first + count:
+        first, count = self.prefills[0].first, sum(s.count for s in self.prefills)
+        if self.prefills[-1].first + self.prefills[-1].count == first + count:
             return slice(first, first + count)
-        return self._index([row for s in self.fresh for row in range(s.first, s.first + s.count)])
+        return self._index([row for s in self.prefills for row in range(s.first, s.first + s.count)])
 
     @cached_property
-    def fresh_segments(self) -> Segments:
+    def prefill_segments(self) -> Segments:
         """Segments of the new sequences."""
-        return Segments.of([s.count for s in self.fresh], self.device)
+        return Segments.of([s.count for s in self.prefills], self.device)
 
     @cached_property
-    def spans(self) -> list[Span]:
-        """The attention calls for the single tokens.
+    def slot_ranges(self) -> list[SlotRange]:
+        """The attention calls for the decode tokens.
 
-        A call is padded to its longest sequence and covers all slots between its first and last. One call serves all
-        tokens unless slots are far apart, or so uneven in length that padding would more than double the work; then
-        sequences are grouped by the power of two of their length.
+        A call reads a slice of the cache, without a gather: it covers all slots between its first and last, padded to
+        the longest sequence. One call serves all tokens unless slots are far apart, or so uneven in length that
+        padding would more than double the work; then sequences are grouped by the power of two of their length.
         """
-        lengths = [s.stop for s in self.single]
+        lengths = [s.stop for s in self.decodes]
         uneven = 2 * sum(lengths) < max(lengths, default=0) * len(lengths)
-        parts: list[list[Stretch]] = []
-        for stretch in self.single:
-            last = parts[-1][-1] if parts else None
-            near = last is not None and stretch.slot - last.slot <= _GAP
-            if last is None or not near or (uneven and last.stop.bit_length() != stretch.stop.bit_length()):
-                parts.append([])
-            parts[-1].append(stretch)
-        return [self._span(part) for part in parts]
+        groups: list[list[TokenSpan]] = []
+        for token_span in self.decodes:
+            last = groups[-1][-1] if groups else None
+            near = last is not None and token_span.slot - last.slot <= _GAP
+            if last is None or not near or (uneven and last.stop.bit_length() != token_span.stop.bit_length()):
+                groups.append([])
+            groups[-1].append(token_span)
+        return [self._slot_range(group) for group in groups]
 
-    def _span(self, part: Sequence[Stretch]) -> Span:
-        first, past = part[0].slot, part[-1].slot + 1
-        rows, lengths = [part[0].first] * (past - first), [1] * (past - first)
-        for stretch in part:
-            rows[stretch.slot - first], lengths[stretch.slot - first] = stretch.first, stretch.stop
-        stops = [s.stop for s in part]
-        filled = self._index([s.slot - first for s in part]) if len(part) < past - first else None
+    def _slot_range(self, group: Sequence[TokenSpan]) -> SlotRange:
+        first, past = group[0].slot, group[-1].slot + 1
+        rows, lengths = [group[0].first] * (past - first), [1] * (past - first)
+        for token_span in group:
+            rows[token_span.slot - first], lengths[token_span.slot - first] = token_span.first, token_span.stop
+        stops = [s.stop for s in group]
+        filled = self._index([s.slot - first for s in group]) if len(group) < past - first else None
         even = filled is None and min(stops) == max(stops)
-        return Span(
+        return SlotRange(
             slice(first, past), self._index(rows), self._index(lengths), min(stops), max(stops), even, filled
         )  # fmt: skip
 
-    def seen_by_span(self, span: Span, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor | None]:
-        """Return the cached positions for a span's tokens, and the additive mask `[n, 1, 1, positions]` or None."""
-        first = 0 if window is None else max(0, span.shortest - window)
-        places = slice(first, span.longest)
-        if span.even:
-            return places, None
-        key = (span, window, dtype)
+    def decode_mask(self, slot_range: SlotRange, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor | None]:
+        """Return the cached positions for a slot range, and the additive mask `[n, 1, 1, positions]` or None."""
+        first = 0 if window is None else max(0, slot_range.shortest - window)
+        positions = slice(first, slot_range.longest)
+        if slot_range.even:
+            return positions, None
+        key = (slot_range, window, dtype)
         if key not in self._masks:
-            place = torch.arange(first, span.longest, device=self.device)
-            seen = place < span.lengths[:, None]
+            position = torch.arange(first, slot_range.longest, device=self.device)
+            visible = position < slot_range.lengths[:, None]
             if window is not None:
-                seen &= place >= span.lengths[:, None] - window
+                visible &= position >= slot_range.lengths[:, None] - window
             # A slot without a token attends to one position, because a softmax over none is NaN.
-            seen[:, 0] |= ~seen.any(-1)
-            self._masks[key] = _added(seen, dtype)[:, None, None]
-        return places, self._masks[key]
+            visible[:, 0] |= ~visible.any(-1)
+            self._masks[key] = _additive(visible, dtype)[:, None, None]
+        return positions, self._masks[key]
 
-    def seen_by_stretch(self, stretch: Stretch, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor]:
-        """Return the cached positions for a stretch's tokens, and the additive mask `[count, positions]`."""
-        first = 0 if window is None else max(0, stretch.start - window + 1)
-        key = (stretch, window, dtype)
+    def chunk_mask(self, token_span: TokenSpan, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor]:
+        """Return the cached positions for the tokens of a span, and the additive mask `[count, positions]`."""
+        first = 0 if window is None else max(0, token_span.start - window + 1)
+        key = (token_span, window, dtype)
         if key not in self._masks:
-            own = torch.arange(stretch.start, stretch.stop, device=self.device)[:, None]
-            place = torch.arange(first, stretch.stop, device=self.device)
-            seen = place <= own
+            query = torch.arange(token_span.start, token_span.stop, device=self.device)[:, None]
+            position = torch.arange(first, token_span.stop, device=self.device)
+            visible = position <= query
             if window is not None:
-                seen &= place > own - window
-            self._masks[key] = _added(seen, dtype)
-        return slice(first, stretch.stop), self._masks[key]
+                visible &= position > query - window
+            self._masks[key] = _additive(visible, dtype)
+        return slice(first, token_span.stop), self._masks[key]
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)
 
 
 @dataclass(slots=True)
@@ -234,7 +238,7 @@ class Rule:
     softcap: float | None
     sinks: Tensor | None
 
-    def singly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend with one token per sequence.
 
         Args:
@@ -259,7 +263,7 @@ class Rule:
             out = _softmax(scores, sinks).to(v.dtype) @ v
         return out.flatten(1, 2)
 
-    def onward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attend with several tokens of one sequence.
 
         Args:
@@ -300,17 +304,17 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 class CacheScope(Scope):
     """Context of a forward over the stream of a step: attention layers write to the KV cache and attend to it."""
 
-    def __init__(self, reach: AttentionMetadata, store: KVCache, switch: Switch, routing: Routing | None) -> None:
+    def __init__(self, metadata: AttentionMetadata, store: KVCache, switch: Switch, routing: Routing | None) -> None:
         """Prepare the scope; layers are counted from the first call of `attend`.
 
         Args:
-            reach: the tokens by attention call.
+            metadata: the tokens of the step, grouped by attention call.
             store: the KV cache.
             switch: replaces the model's attention by `attend`.
             routing: the adapter of each token.
         """
         super().__init__(_NONE, switch, routing)
-        self.reach, self.store = reach, store
+        self.metadata, self.store = metadata, store
         self._layer = 0
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -322,51 +326,51 @@ class CacheScope(Scope):
         scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         rule = Rule(scale, options["window"], options["softcap"], options["sinks"])
         self._write(keys, values, k, v)  # before attention, because each token attends to itself too
-        if self.reach.simple:  # pure decoding: one call, without gather and scatter of rows
-            return self._single(self.reach.spans[0], rule, q, keys, values)
+        if self.metadata.pure_decode:  # pure decoding: one call, without gather and scatter of rows
+            return self._decode(self.metadata.slot_ranges[0], rule, q, keys, values)
         out = v.new_zeros(len(q), q.shape[1], v.shape[2])
-        if self.reach.fresh:
-            rows = self.reach.fresh_rows
+        if self.metadata.prefills:
+            rows = self.metadata.prefill_rows
             out[rows] = segment_attention(
-                q[rows], k[rows], v[rows], self.reach.fresh_segments,
+                q[rows], k[rows], v[rows], self.metadata.prefill_segments,
                 scale=scale, window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
             )  # fmt: skip
-        for stretch in self.reach.later:
-            places, mask = self.reach.seen_by_stretch(stretch, rule.window, q.dtype)
-            k, v = keys[stretch.slot, :, places], values[stretch.slot, :, places]
-            out[stretch.rows] = rule.onward(q[stretch.rows], k, v, mask)
-        for span in self.reach.spans:
-            attended = self._single(span, rule, q[span.rows], keys, values)
-            if span.filled is None:
-                out[span.rows] = attended
+        for token_span in self.metadata.chunks:
+            positions, mask = self.metadata.chunk_mask(token_span, rule.window, q.dtype)
+            k, v = keys[token_span.slot, :, positions], values[token_span.slot, :, positions]
+            out[token_span.rows] = rule.extend(q[token_span.rows], k, v, mask)
+        for slot_range in self.metadata.slot_ranges:
+            attended = self._decode(slot_range, rule, q[slot_range.rows], keys, values)
+            if slot_range.filled is None:
+                out[slot_range.rows] = attended
             else:  # drop the results of slots without a token
-                out[span.rows[span.filled]] = attended[span.filled]
+                out[slot_range.rows[slot_range.filled]] = attended[slot_range.filled]
         return out
 
-    def _single(self, span: Span, rule: Rule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        places, mask = self.reach.seen_by_span(span, rule.window, q.dtype)
-        return rule.singly(q, keys[span.slots, :, places], values[span.slots, :, places], mask)
+    def _decode(self, slot_range: SlotRange, rule: Rule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        positions, mask = self.metadata.decode_mask(slot_range, rule.window, q.dtype)
+        return rule.decode(q, keys[slot_range.slots, :, positions], values[slot_range.slots, :, positions], mask)
 
     def _write(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
-        if self.reach.single:
-            if not self.reach.simple:
-                rows = self.reach.single_rows
-                self._put_single(keys, k[rows])
-                self._put_single(values, v[rows])
+        if self.metadata.decodes:
+            if not self.metadata.pure_decode:
+                rows = self.metadata.decode_rows
+                self._write_decodes(keys, k[rows])
+                self._write_decodes(values, v[rows])
             else:
-                self._put_single(keys, k)
-                self._put_single(values, v)
-        for stretch in (*self.reach.fresh, *self.reach.later):
-            _put(keys, stretch, k)
-            _put(values, stretch, v)
+                self._write_decodes(keys, k)
+                self._write_decodes(values, v)
+        for token_span in (*self.metadata.prefills, *self.metadata.chunks):
+            _write_span(keys, token_span, k)
+            _write_span(values, token_span, v)
 
-    def _put_single(self, target: Tensor, tokens: Tensor) -> None:
+    def _write_decodes(self, target: Tensor, tokens: Tensor) -> None:
         _, heads, capacity, size = target.shape
-        target.view(-1, size).index_copy_(0, self.reach.single_places(heads, capacity), tokens.reshape(-1, size))
+        target.view(-1, size).index_copy_(0, self.metadata.decode_indices(heads, capacity), tokens.reshape(-1, size))
 
 
-def _put(target: Tensor, stretch: Stretch, tokens: Tensor) -> None:
-    target[stretch.slot, :, stretch.start : stretch.stop] = tokens[stretch.rows].transpose(0, 1)
+def _write_span(target: Tensor, token_span: TokenSpan, tokens: Tensor) -> None:
+    target[token_span.slot, :, token_span.start : token_span.stop] = tokens[token_span.rows].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -375,7 +379,7 @@ class Piece:
 
     Attributes:
         slot: slot of the sequence in the KV cache.
-        start: number of its tokens that are in the cache already.
+        start: number of its tokens that are already in the cache.
         tokens: the tokens to read, at least one.
         version: the adapter, None for the base model.
     """
@@ -393,14 +397,14 @@ class Stream:
     Attributes:
         ids: int64 `[1, T]`.
         positions: int64 `[1, T]`.
-        reach: the tokens by attention call.
+        metadata: the tokens of the step, grouped by attention call.
         firsts: first row of each piece, in the order of the pieces.
         owners: the adapter of each token, in the order of the stream; None for padding.
     """
 
     ids: Tensor
     positions: Tensor
-    reach: AttentionMetadata
+    metadata: AttentionMetadata
     firsts: list[int]
     owners: list[AdapterVersion | None]
 
@@ -408,7 +412,8 @@ class Stream:
 def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) -> Stream:
     """Concatenate pieces: those of one adapter together, adapters of one layout together, the base model last.
 
-    In this order the low-rank terms of all adapters of one layout are one grouped product over contiguous rows.
+    In this order, the low-rank terms of all adapters of one layout are one grouped product over contiguous rows, so
+    that the number of matrix products does not increase with the number of adapters.
 
     Args:
         pieces: pieces of a step.
@@ -422,30 +427,34 @@ def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) ->
             layouts.setdefault(piece.version.layout, len(layouts))
             keys.setdefault(piece.version.key, len(keys))
 
-    def place(index: int) -> tuple[int, int, int]:
+    def position(index: int) -> tuple[int, int, int]:
         version = pieces[index].version
         if version is None:
             return len(layouts), 0, pieces[index].slot
         return layouts[version.layout], keys[version.key], pieces[index].slot
 
-    order = sorted(range(len(pieces)), key=place)
+    order = sorted(range(len(pieces)), key=position)
     firsts = [0] * len(pieces)
     ids: list[int] = []
     positions: list[int] = []
     owners: list[AdapterVersion | None] = []
-    stretches = []
+    token_spans = []
     for index in order:
         piece = pieces[index]
         count = len(piece.tokens)
         firsts[index] = len(ids)
-        stretches.append(Stretch(piece.slot, piece.start, len(ids), count))
+        token_spans.append(TokenSpan(piece.slot, piece.start, len(ids), count))
         ids += piece.tokens
         positions += range(piece.start, piece.start + count)
         owners += [piece.version] * count
-    spare = -len(ids) % multiple
-    both = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=device)
+    padding = -len(ids) % multiple
+    padded = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=device)
     return Stream(
-        both[:1], both[1:], AttentionMetadata(stretches, len(ids) + spare, device), firsts, owners + [None] * spare
+        padded[:1],
+        padded[1:],
+        AttentionMetadata(token_spans, len(ids) + padding, device),
+        firsts,
+        owners + [None] * padding,
     )
 
 
@@ -459,9 +468,9 @@ def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[Adapt
     groups = [(owners[first], first, past - first) for first, past in runs(_keys(owners)) if owners[first] is not None]
     adapter_groups = []
     for first, past in runs([version.layout for version, _, _ in groups if version is not None]):
-        part = groups[first:past]
-        versions = [version for version, _, _ in part if version is not None]
-        lengths = Groups(part[0][1], tuple(count for _, _, count in part))
+        group = groups[first:past]
+        versions = [version for version, _, _ in group if version is not None]
+        lengths = Groups(group[0][1], tuple(count for _, _, count in group))
         adapter_groups.append(AdapterGroup(versions[0].layout, lengths, weights(versions)))
     return Routing(adapter_groups, len(owners)) if adapter_groups else None
 
@@ -542,7 +551,7 @@ class Runner:
     def store(self) -> KVCache:
         """Measure whether steps compute the same as a forward over whole sequences, and return an empty KV cache.
 
-        Three texts are read in steps that they share, and each by itself. The difference must be of the size of
+        Three texts are read in shared steps, and each one separately. The difference must be of the size of
         rounding, and changing one text must not change the others: otherwise sequences leak into each other.
 
         Raises:
@@ -562,9 +571,9 @@ class Runner:
             for changed in (False, True)
         )
         changes = []
-        for number, part in enumerate(others):
+        for number, changed_text in enumerate(others):
             rows = [row for i, (a, b) in enumerate(_bounds()) if i != number for row in range(a, b)]
-            changes.append(((*texts[:number], part, *texts[number + 1 :]), rows))
+            changes.append(((*texts[:number], changed_text, *texts[number + 1 :]), rows))
         return judge("steps", self._in_steps, self._whole, texts, changes, routed=is_routed(self.model))
 
     def _store(self) -> KVCache:
@@ -579,7 +588,7 @@ class Runner:
             _ = self.sites  # installs the low-rank forward
         stream = lay_out(pieces, self.device, self.row_multiple)
         routing = self.route(stream.owners)
-        with CacheScope(stream.reach, store, self._switch, routing):
+        with CacheScope(stream.metadata, store, self._switch, routing):
             hidden = self._run(stream.ids, stream.positions)
         return Read(stream, hidden)
 
@@ -588,9 +597,9 @@ class Runner:
         hidden = read.hidden if len(rows) == len(read.hidden) else read.hidden[torch.tensor(rows, device=self.device)]
         head: Any = self.backbone.head
         owners = [read.stream.owners[row] for row in rows]
-        if spare := -len(hidden) % self.row_multiple:
-            hidden = nn.functional.pad(hidden, (0, 0, 0, spare))
-            owners += [None] * spare
+        if padding := -len(hidden) % self.row_multiple:
+            hidden = nn.functional.pad(hidden, (0, 0, 0, padding))
+            owners += [None] * padding
         routing = self.route(owners) if self.head_name else None
         if routing is not None and routing.at(self.head_name):
             base = getattr(head, "base_layer", head)
@@ -641,14 +650,14 @@ class Runner:
             return f"{type(self._switch.mixers[0]).__name__} keeps a state of its own"
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             return "it takes no position_ids"
-        if kinds := sorted(set(_rope_types(getattr(config, "rope_parameters", None))) & set(_LIVELY_ROPE)):
+        if kinds := sorted(set(_rope_types(getattr(config, "rope_parameters", None))) & set(_DYNAMIC_ROPE)):
             return f"its rotary embedding ({kinds[0]}) changes with the longest sequence of a batch"
         return None
 
     def _body(self, ids: Sequence[int], scope: "_Probe") -> Tensor:
-        given = torch.tensor([ids, range(len(ids))], device=self.device)
+        inputs = torch.tensor([ids, range(len(ids))], device=self.device)
         with scope:
-            return self._run(given[:1], given[1:])
+            return self._run(inputs[:1], inputs[1:])
 
     def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return last hidden states `[T, H]`.
@@ -662,20 +671,20 @@ class Runner:
         return hidden
 
     def _whole(self, texts: Texts) -> Tensor:
-        """Return the hidden states of the texts, each from a forward of its own."""
+        """Return the hidden states of the texts, each from a separate forward."""
         return torch.cat([self._body(text, _Probe(self._switch)) for text in texts])
 
     def _in_steps(self, texts: Texts) -> Tensor:
         """Return the hidden states of the texts, read together in shared steps."""
         store = self._store()
         store.resize(len(texts), max(map(len, texts)))
-        found: list[list[Tensor]] = [[] for _ in texts]
+        hidden_states: list[list[Tensor]] = [[] for _ in texts]
         for bounds in zip(*_CUTS, strict=True):
             pieces = [Piece(slot, start, texts[slot][start:stop], None) for slot, (start, stop) in enumerate(bounds)]
             read = self.read(pieces, store)
-            for parts, piece, first in zip(found, pieces, read.stream.firsts, strict=True):
-                parts.append(read.hidden[first : first + len(piece.tokens)])
-        return torch.cat([torch.cat(parts) for parts in found])
+            for outputs, piece, first in zip(hidden_states, pieces, read.stream.firsts, strict=True):
+                outputs.append(read.hidden[first : first + len(piece.tokens)])
+        return torch.cat([torch.cat(outputs) for outputs in hidden_states])
 
 
 def _bounds() -> list[tuple[int, int]]:
@@ -707,5 +716,5 @@ def _rope_types(parameters: Any) -> list[str]:
     """Return the types of rotary embedding in `rope_parameters`, which may have one for each type of layer."""
     if not isinstance(parameters, dict):
         return []
-    own = [parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else []
-    return own + [kind for value in parameters.values() for kind in _rope_types(value)]
+    types = [parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else []
+    return types + [kind for value in parameters.values() for kind in _rope_types(value)]
