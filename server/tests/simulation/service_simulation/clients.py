@@ -56,7 +56,8 @@ class Client:
                 answer = None
             if answer is not None and answer.status not in AGAIN:
                 return answer
-            await asyncio.sleep(pause)
+            hint = float(answer.headers.get("retry-after", "0")) if answer is not None else 0.0
+            await asyncio.sleep(max(pause, hint * self.draw.uniform(0.5, 1.5)))
             pause = min(2.0, 2 * pause)
         raise Violation(f"{path} {body!r:.200} was not answered within {PATIENCE} s")
 
