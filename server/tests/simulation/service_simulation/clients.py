@@ -58,7 +58,7 @@ class Client:
                 return answer
             hint = float(answer.headers.get("retry-after", "0")) if answer is not None else 0.0
             await asyncio.sleep(max(pause, hint * self.draw.uniform(0.5, 1.5)))
-            pause = min(2.0, 2 * pause)
+            pause = min(8.0, 2 * pause)
         raise Violation(f"{path} {body!r:.200} was not answered within {PATIENCE} s")
 
     async def ask_once(self, path: str, body: Any) -> Answer:
@@ -164,7 +164,8 @@ class Trainer:
         self.paths: set[str] = set()
         self._number = number
         self._following = 1
-        self._gate = asyncio.Semaphore(client.draw.choice([1, 4, 16]))
+        most = client.world.settings.limits.queued  # beyond it, requests are mostly turned away
+        self._gate = asyncio.Semaphore(min(client.draw.choice([1, 4, 16]), most))
         self._names = itertools.count()
         client.models.append(self)
 
