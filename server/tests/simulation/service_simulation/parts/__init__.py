@@ -20,6 +20,7 @@ from service_simulation.parts.log import keep_log
 from service_simulation.parts.model_queue import change_states, order_numbers
 from service_simulation.parts.models import keep_models, keep_samplers
 from service_simulation.parts.outcomes import write_outcomes
+from service_simulation.parts.runtime import run_operations
 from service_simulation.parts.sessions import keep_sessions
 from service_simulation.parts.supervisor import supervise
 from service_simulation.parts.window import share_room
@@ -43,6 +44,7 @@ OF_RUNTIME: tuple[Part, ...] = (
 )
 """Parts that need no files and take milliseconds."""
 OF_STORE: tuple[Part, ...] = (
+    run_operations,
     change_records,
     keep_sessions,
     keep_models,

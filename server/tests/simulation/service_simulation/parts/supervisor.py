@@ -1,4 +1,4 @@
-"""The supervisor and the dispatcher of the runtime with engines of a script, on the simulated clock."""
+"""The supervisor of the runtime with engines of a script, on the simulated clock."""
 
 import asyncio
 import random
@@ -23,7 +23,15 @@ LOST = {
 }
 
 
-class _Child:
+class ScriptedChild:
+    """An engine that says what a part of the simulation lets it say.
+
+    Attributes:
+        sent: messages of the service.
+        over: how its process ended.
+        killed: when the service killed it.
+    """
+
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self.sent: list[Message] = []
@@ -33,6 +41,7 @@ class _Child:
         self.killed: float | None = None
 
     def put(self, message: Message) -> None:
+        """See `supervision.Child`, like the other methods that the service calls."""
         if self.over.done():
             raise LinkClosed("the engine closed the socket")
         self.sent.append(message)
@@ -46,8 +55,9 @@ class _Child:
             raise LinkClosed("the engine closed the socket")
         return message
 
-    def say(self, kind: str, /, **head: Any) -> None:
-        self.inbox.put_nowait(Message(kind, head))
+    def say(self, kind: str, body: bytes = b"", /, **head: Any) -> None:
+        """Send a message to the service."""
+        self.inbox.put_nowait(Message(kind, head, body))
 
     def die(self, why: str = "exit status 1") -> None:
         if not self.over.done():
@@ -84,7 +94,7 @@ class _Listener:
 
 async def supervise(clock: Clock, draw: random.Random) -> None:
     """An engine that dies is started again, later each time; one that hangs, or is stopped, is ended."""
-    children: list[_Child] = []
+    children: list[ScriptedChild] = []
     starts: list[tuple[float, bool]] = []
     refuse: list[bool] = []
     passed: list[Any] = []
@@ -93,7 +103,7 @@ async def supervise(clock: Clock, draw: random.Random) -> None:
         starts.append((clock.now, first))
         if refuse and refuse.pop():
             raise OSError(12, "Cannot allocate memory")
-        children.append(_Child())
+        children.append(ScriptedChild())
         return children[-1]
 
     listener = _Listener()
@@ -146,7 +156,7 @@ async def supervise(clock: Clock, draw: random.Random) -> None:
         await _end(supervisor, listener, children, starts, task, stopped, draw, clock)
 
 
-async def _ready(supervisor: Supervisor, listener: _Listener, children: list[_Child]) -> None:
+async def _ready(supervisor: Supervisor, listener: _Listener, children: list[ScriptedChild]) -> None:
     ups = len(listener.ups)
     children[-1].say(messages.READY, info=INFO)
     await asyncio.sleep(0.001)
@@ -180,7 +190,7 @@ async def _live(
     end: str,
     supervisor: Supervisor,
     listener: _Listener,
-    child: _Child,
+    child: ScriptedChild,
     passed: list[Any],
     stopped: list[bool],
     draw: random.Random,
