@@ -12,7 +12,7 @@ from service_simulation.parts.blobs import keep_blobs, lose_files
 from service_simulation.parts.checkpoints import keep_checkpoints, keep_records
 from service_simulation.parts.chores import count_turns, do_chores
 from service_simulation.parts.commits import commit_together
-from service_simulation.parts.directories import open_directories
+from service_simulation.parts.directories import open_directories, refuse_directories
 from service_simulation.parts.effects import change_records
 from service_simulation.parts.futures import wait_for_futures
 from service_simulation.parts.gaps import give_up_gaps
@@ -53,6 +53,7 @@ OF_STORE: tuple[Part, ...] = (
     keep_records,
     keep_log,
     open_directories,
+    refuse_directories,
     commit_together,
     keep_blobs,
     lose_files,

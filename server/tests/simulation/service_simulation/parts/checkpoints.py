@@ -1,7 +1,10 @@
 """The tables of checkpoints, keys and usage, and the audit log."""
 
 import random
+import time
+from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 from service_simulation.parts.support import (
     TENANTS,
@@ -13,10 +16,11 @@ from service_simulation.parts.support import (
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock
 
-from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.errors import BadRequest, NotFound, Unavailable
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store import Store, folders, models
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Session, Usage
+from twinkle_server.store.tenants import UsageLog
 
 
 async def keep_checkpoints(clock: Clock, draw: random.Random) -> None:
@@ -186,3 +190,31 @@ async def keep_records(clock: Clock, draw: random.Random) -> None:
                 Usage(*key, *value) for key, value in sorted(used.items()) if key[0] == "ada" and first <= key[1] < end
             ]
             demand(await store.usage.between("ada", first, end) == sums, f"the usage from {first} to {end}")
+        await _sum_usage(store, clock, draw)
+
+
+async def _sum_usage(store: Store, clock: Clock, draw: random.Random) -> None:
+    """Tokens of operations are summed by day and kind, and written once although a write fails."""
+    log, wanted = UsageLog(store.usage), Counter[tuple[str, str]]()
+    await log.flush()
+    days = {"forward": "training", "forward_backward": "training", "sample": "sampling_sample"}
+    for number in range(30):
+        kind = draw.choice([*days, "optim_step"])
+        what = draw.choice(["add", "add", "add", "flush", "fail", "day"])
+        if what == "add":
+            log.add(kind, number, "eve")
+            if kind in days and number:
+                wanted[time.strftime("%Y-%m-%d", time.gmtime(clock.wall())), days[kind]] += number
+        elif what == "day":
+            clock.offset += 86400.0
+        elif what == "flush":
+            await log.flush()
+        elif wanted:
+            log.add("sample", 1, "eve")
+            wanted[time.strftime("%Y-%m-%d", time.gmtime(clock.wall())), "sampling_sample"] += 1
+            with mock.patch.object(store.usage, "add_all", side_effect=Unavailable("the disk is full")):
+                await refused(log.flush(), Unavailable)
+    await log.flush()
+    await log.flush()
+    found = {(each.day, each.kind): each.tokens for each in await store.usage.between("eve", "0", "9")}
+    demand(found == dict(wanted), f"the usage is {found}, not {dict(wanted)}")

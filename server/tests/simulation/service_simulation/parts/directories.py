@@ -79,9 +79,14 @@ async def open_directories(clock: Clock, draw: random.Random) -> None:
         demand((again.secret, again.instance, again.journal.context.epoch) == (first, instance, 2), "it is another one")
         demand((await again.sessions.get("ada", "s")).id == "s", "what was written is lost")
         again.close()
-        for wrong in draw.sample(_WRONGS, 2):
-            await wrong(root / wrong.__name__, draw)
         await _set_aside(data, draw)
+
+
+async def refuse_directories(clock: Clock, draw: random.Random) -> None:
+    """A directory that is foreign, incomplete, damaged, newer or in use is refused, with words that say why."""
+    with folder() as root:
+        for wrong in draw.sample(_WRONGS, 4):
+            await wrong(root / wrong.__name__, draw)
 
 
 def _made(data: Path) -> None:

@@ -401,6 +401,23 @@ async def _restore(life: _Life, clock: Clock, draw: random.Random) -> None:
     demand(await life.state(third) == wanted, f"{await life.state(third)}")
 
 
+async def _wait_for_room(life: _Life, clock: Clock, draw: random.Random) -> None:
+    """While an engine takes no more messages, operations wait in their queues."""
+    await _log(life.store, 0, done=True)
+    await life.begin()
+    life.child.free.clear()
+    large = b"y" * (SMALL + 1)
+    for number in (1, 2, 3):
+        await life.submit(number, payload=large)
+    for runs in (1, 2, 3, 4):
+        sent = [each[2] for each in life.sent() if each[0] == "run"]
+        demand(sent == list(range(runs)), f"{sent} was sent without room")
+        life.child.free.set()
+        life.child.free.clear()
+        await asyncio.sleep(0.1)
+    demand(life.runtime.queued("ada") == 3, "how many wait")
+
+
 async def _die(life: _Life, clock: Clock, draw: random.Random) -> None:
     """What an engine did not answer is sent to the next one; what was under way in two that died fails."""
     await life.begin()
@@ -586,6 +603,7 @@ _SCENES: tuple[Callable[[_Life, Clock, random.Random], Awaitable[None]], ...] = 
     _detach,
     _detach_without_engine,
     _restore,
+    _wait_for_room,
     _die,
     _read_again,
     _fill,

@@ -30,6 +30,7 @@ class ScriptedChild:
         sent: messages of the service.
         over: how its process ended.
         killed: when the service killed it.
+        free: whether it can take more messages now.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,8 @@ class ScriptedChild:
         self.last_words = "its last words"
         self.pid = 77
         self.killed: float | None = None
+        self.free = asyncio.Event()
+        self.free.set()
 
     def put(self, message: Message) -> None:
         """See `supervision.Child`, like the other methods that the service calls."""
@@ -47,7 +50,7 @@ class ScriptedChild:
         self.sent.append(message)
 
     async def room(self) -> None:
-        pass
+        await self.free.wait()
 
     async def receive(self) -> Message:
         message = await self.inbox.get()
