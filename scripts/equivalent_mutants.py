@@ -61,6 +61,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "it is tried again at once, and not after a pause: more work, and the same end",
     ),
     Equivalent(
+        "Dispatcher._send_now",
+        "return True",
+        "returns None",
+        "the operations behind it are sent by the task, in the same order: more work, and the same end",
+    ),
+    Equivalent(
         "Cancellation.cancel",
         "self._dispatcher.kick(queue)",
         "statement deleted",

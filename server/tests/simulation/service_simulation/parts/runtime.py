@@ -258,11 +258,18 @@ async def _count(life: _Life, clock: Clock, draw: random.Random) -> None:
     demand(not runtime.queued("ada") and not runtime.dispatcher.in_flight, "something is left")
     row = rows_of(life.store, "SELECT id FROM operations WHERE number = 1 AND lane = ?", MODELS[0])[0][0]
     demand(await life.store.journal.composition(row) == "[7]", "how its pass was composed")
-    life.child.say(messages.PASSED, kind="pass", tokens=3)
+    for number, error, trouble in ((3, "it broke", True), (5, None, False)):
+        await life.submit(number)
+        life.answer(number, error=error, category="server" if error else None)
+        await asyncio.sleep(0.1)
+        life.child.say(messages.PASSED, kind="optim_step", tokens=3)
+        await asyncio.sleep(0.1)
+        shown = "the last optimizer step failed as a whole; the log says why" if trouble else "worked"
+        demand(runtime.ready()[1]["last_pass"] == shown and runtime.ready()[0] is not trouble, f"{runtime.ready()}")
     life.child.say("nonsense")
     life.child.say(messages.SNAPSHOTTED, queue_id="nowhere", number=1, folder="snapshots/q", digest="", size=11)
     await asyncio.sleep(0.1)
-    counts = {"passed": 1, "restored": 0, "detached": 0, "replayed": 0, "bytes": 11}
+    counts = {"passed": 2, "restored": 0, "detached": 0, "replayed": 0, "bytes": 11}
     demand(figures.counts == counts, f"{figures.counts}")
     demand(len(life.children) == 1, "an unknown message ends the engine")
 
@@ -537,6 +544,14 @@ async def _fail_creation(life: _Life, clock: Clock, draw: random.Random) -> None
         words = "this model does not exist: its creation failed"
         demand(await life.state(third) == ("failed", words), f"{await life.state(third)}")
         demand(life.status() == "gone", f"it is {life.status()}")
+        records = life.store.models
+        await records.set_status("ada", name, "creating", clock.wall())  # as if the service had died in between
+        await records.set_status("ada", MODELS[1], "creating", clock.wall())
+        demand(
+            await records.end_failed_creations() == 1 and await records.end_failed_creations() == 0, "how many ended"
+        )
+        demand((await records.get("ada", name)).reason == "its creation failed", "why it is gone")
+        demand((life.status(), life.status(MODELS[1])) == ("gone", "creating"), "which are gone")
         return
     demand(life.status() == "live", f"it is {life.status()}")
     life.answer(1)
