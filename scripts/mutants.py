@@ -355,8 +355,15 @@ class Functions:
                 self.seeds.setdefault(called, []).append(seed)
             self._costs[seed] = time.process_time() - begin
         for part in all_parts():
-            for called in set().union(*(_called(lambda part=part, seed=seed: drive(part, seed)) for seed in range(3))):
-                self.parts.setdefault(called, set()).add(part.__name__)
+            last = 0
+            for seed in range(20):
+                for called in _called(lambda part=part, seed=seed: drive(part, seed)):
+                    known = self.parts.setdefault(called, set())
+                    fresh = part.__name__ not in known
+                    known.add(part.__name__)
+                    last = seed if fresh else last
+                if seed > last + 2:  # three seeds called nothing new
+                    break
 
     def callers(self, mutant: Mutant) -> list[int]:
         """Return the seeds that call the function of a mutant, those that take the least time first."""

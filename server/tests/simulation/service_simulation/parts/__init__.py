@@ -41,10 +41,10 @@ OF_RUNTIME: tuple[Part, ...] = (
     do_chores,
     write_outcomes,
     supervise,
-)
-"""Parts that need no files and take milliseconds."""
-OF_STORE: tuple[Part, ...] = (
     run_operations,
+)
+"""Parts of the runtime; most take milliseconds."""
+OF_STORE: tuple[Part, ...] = (
     change_records,
     keep_sessions,
     keep_models,

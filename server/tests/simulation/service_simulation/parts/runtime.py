@@ -163,7 +163,7 @@ def _run(number: int, replay: bool = False, alone: bool = False, queue: str = MO
 
 async def run_operations(clock: Clock, draw: random.Random) -> None:
     """Every operation that is in the log is sent once, in order, and its end is written, told and counted once."""
-    for work in draw.sample(_SCENES, 3):
+    for work in draw.sample(_SCENES, 2):
         with opened(draw, limits=Limits(small_bytes=SMALL), times=TIMES) as store:
             await store.sessions.create(Session("s", "ada", clock.wall(), clock.wall()))
             for number, name in enumerate(MODELS):
