@@ -356,13 +356,13 @@ class Functions:
             self._costs[seed] = time.process_time() - begin
         for part in all_parts():
             last = 0
-            for seed in range(20):
+            for seed in range(40):
                 for called in _called(lambda part=part, seed=seed: drive(part, seed)):
                     known = self.parts.setdefault(called, set())
                     fresh = part.__name__ not in known
                     known.add(part.__name__)
                     last = seed if fresh else last
-                if seed > last + 2:  # three seeds called nothing new
+                if seed > last + 5:  # the last seeds called nothing new
                     break
 
     def callers(self, mutant: Mutant) -> list[int]:
@@ -433,6 +433,10 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
     """
     text = mutant.text()
     relevant = functions.parts.get((str(SOURCE / mutant.path), mutant.function), set())
+    if not relevant:  # a rare case may call it
+        from service_simulation import parts
+
+        relevant = {each.__name__ for each in (parts.OF_STORE if "/store/" in mutant.path else parts.OF_RUNTIME)}
 
     def work() -> str:
         try:

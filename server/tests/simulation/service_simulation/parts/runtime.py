@@ -15,9 +15,10 @@ from service_simulation.virtual import Clock
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
-from twinkle_server.operations import Create, Outcome, Sample, Save, Snapshot, Submission
+from twinkle_server.operations import Create, ModelInfo, Outcome, Sample, Save, Snapshot, Submission
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.outcomes import StoreEffects
+from twinkle_server.runtime.queues import Closed
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store import Store, models
 from twinkle_server.store.records import Model, Session
@@ -199,6 +200,7 @@ async def _resume(life: _Life, clock: Clock, draw: random.Random) -> None:
     pending = [] if none else [await _log(store, 4, False), await _log(store, 0, False, SAMPLER, "sample")]
     await store.models.set_status("ada", MODELS[0], "detached", clock.wall())
     begin = clock.now
+    demand(runtime.info == ModelInfo("m", 0, 0), "what is known of a model before an engine has it")
     await runtime.start()
     open_ = [] if covered is None else [covered, *pending]
     demand(runtime.futures.waiting["ada"] == len(open_), f"{runtime.futures.waiting} wait")
@@ -266,6 +268,15 @@ async def _count(life: _Life, clock: Clock, draw: random.Random) -> None:
         await asyncio.sleep(0.1)
         shown = "the last optimizer step failed as a whole; the log says why" if trouble else "worked"
         demand(runtime.ready()[1]["last_pass"] == shown and runtime.ready()[0] is not trouble, f"{runtime.ready()}")
+    if draw.random() < 0.3:
+        await life.submit(6)
+        life.answer(6, error="it broke", category="server")
+        life.child.say(messages.PASSED, kind="optim_step", tokens=3)
+        life.child.die()
+        await asyncio.sleep(1.0)
+        await life.ready()
+        demand(runtime.ready()[1]["last_pass"] == "worked", "a new engine is in trouble")
+        return
     life.child.say("nonsense")
     life.child.say(messages.SNAPSHOTTED, queue_id="nowhere", number=1, folder="snapshots/q", digest="", size=11)
     await asyncio.sleep(0.1)
@@ -425,6 +436,106 @@ async def _wait_for_room(life: _Life, clock: Clock, draw: random.Random) -> None
     demand(life.runtime.queued("ada") == 3, "how many wait")
 
 
+async def _snapshot(life: _Life, clock: Clock, draw: random.Random) -> None:
+    """A snapshot is recorded after what it contains, and replaces the one before; one that is not wanted is removed."""
+    await life.begin()
+    store, runtime, name = life.store, life.runtime, MODELS[0]
+    for number in range(3):
+        await life.submit(number)
+    for number in (0, 1):
+        life.answer(number)
+    await asyncio.sleep(0.1)
+    places = [store.data / "snapshots" / each for each in "abcd"]
+    for place in places:
+        place.mkdir()
+
+    def report(number: int, place: int) -> str:
+        folder = f"snapshots/{places[place].name}"
+        life.child.say(messages.SNAPSHOTTED, queue_id=name, number=number, folder=folder, digest="d", size=1)
+        return folder
+
+    real, held = store.journal.snapshotted, list[bool]()
+
+    async def snapshotted(snapshot: Snapshot) -> list[str]:
+        held.append(snapshot.folder in runtime.unrecorded)
+        return await real(snapshot)
+
+    with mock.patch.object(store.journal, "snapshotted", snapshotted):
+        first = report(0, 0)
+        await asyncio.sleep(0.1)
+    demand(held == [True], "upkeep may remove a snapshot before it is recorded")
+    demand(await store.journal.snapshot(name) == Snapshot(name, 0, first, "d", 1), "the snapshot is not recorded")
+    second = report(1, 1)
+    await asyncio.sleep(0.1)
+    demand(await store.journal.snapshot(name) == Snapshot(name, 1, second, "d", 1), "the next one is not recorded")
+    demand(not places[0].exists() and places[1].exists(), "the one before is left")
+    how = draw.choice(["older", "too new", "closed", "postponed", "postponed later"])
+    if how == "older":
+        report(0, 2)
+    elif how == "too new":
+        report(2, 2)  # it says that it contains what is still under way
+    elif how == "closed":
+        runtime.dispatcher.close(runtime.dispatcher.queues[name], Closed("it is over"))
+        report(1, 2)
+    else:
+        if how == "postponed later":
+            report(1, 2)
+            await asyncio.sleep(0)
+        runtime.dispatcher.postpone(runtime.dispatcher.queues[name], "a reason")
+        if how == "postponed":
+            report(1, 2)
+    await asyncio.sleep(0.5)
+    kept = [place.name for place in places if place.exists()]
+    current = await store.journal.snapshot(name)
+    demand(current is not None, "there is no snapshot")
+    wanted = [str(current and current.folder).partition("/")[2], "d"]
+    demand(kept == wanted, f"{how}: {kept} is kept, not {wanted}")
+    demand(how == "postponed later" or wanted == ["b", "d"], f"{how}: {current} is recorded")
+    demand(not runtime.unrecorded, f"{runtime.unrecorded} is not recorded")
+
+
+async def _refuse_outcome(life: _Life, clock: Clock, draw: random.Random) -> None:
+    """What the log cannot hold fails; its model is restored without it, and what came after it runs again."""
+    await life.begin()
+    store, runtime, name = life.store, life.runtime, MODELS[0]
+    requests = [await life.submit(number) for number in range(4)]
+    life.answer(0)
+    await asyncio.sleep(0.1)
+    real, bad = store.journal.finish, set[int]()
+
+    async def finish(outcomes: Any) -> Any:
+        if any(each.operation in bad and each.result is not None for each in outcomes):
+            raise ValueError("the log cannot hold it")
+        return await real(outcomes)
+
+    begin = len(life.child.sent)
+    with mock.patch.object(store.journal, "finish", finish):
+        (store.data / "snapshots" / "a").mkdir()
+        bad.add(life.answer(1))
+        life.answer(2)
+        number = draw.choice([1, 2])
+        life.child.say(messages.SNAPSHOTTED, queue_id=name, number=number, folder="snapshots/a", digest="d", size=1)
+        await asyncio.sleep(0.5)
+        demand(life.sent(begin) == [("restore", name, None)], f"{life.sent(begin)}")
+        state, reason = runtime.queue_state(name)
+        demand(state == "paused_capacity" and "the result of an operation could not be written" in str(reason), reason)
+        demand(runtime.dispatcher.queues[name].distrusts, "what the engine has is trusted")
+        life.child.say(messages.RESTORED, queue_id=name)
+        await asyncio.sleep(1.5)
+    demand(await life.state(requests[1]) == ("failed", "the result could not be written"), "it did not fail")
+    demand(await store.journal.snapshot(name) is None and not (store.data / "snapshots" / "a").exists(), "its snapshot")
+    demand(not runtime.dispatcher.queues[name].distrusts, "the engine is distrusted for ever")
+    wanted = [("restore", name, None), _run(0, replay=True), _run(2), _run(3)]
+    demand(life.sent(begin + 1) == wanted, f"{life.sent(begin + 1)}")
+    life.child.say(messages.RESTORED, queue_id=name)
+    for each in (0, 2, 3):
+        life.answer(each)
+    await asyncio.sleep(0.5)
+    ends = [(await life.state(each))[0] for each in requests]
+    demand(ends == ["done", "failed", "done", "done"], f"{ends}")
+    demand(len(life.figures.ended) == 4, f"{life.figures.ended}")
+
+
 async def _die(life: _Life, clock: Clock, draw: random.Random) -> None:
     """What an engine did not answer is sent to the next one; what was under way in two that died fails."""
     await life.begin()
@@ -512,11 +623,15 @@ async def _read_again(life: _Life, clock: Clock, draw: random.Random) -> None:
 async def _fill(life: _Life, clock: Clock, draw: random.Random) -> None:
     """A tenant has so many unfinished operations; repetitions, and what others wait for, are accepted beyond that."""
     await life.begin()
-    requests = [await life.submit(number) for number in range(1, 9)]
+    requests = [await life.submit(number, payload=b"y" * (SMALL + number - 4)) for number in range(1, 9)]
+    # the first one was read from the log with its queue, the last ones are large
+    kept = [getattr(life.runtime.futures.find(each, "ada"), "payload", None) is not None for each in requests]
+    demand(kept == [False, True, True, True] + [False] * 4, f"which payloads stay in memory: {kept}")
     demand(life.runtime.queued("ada") == 8 and not life.sent(), "what waits for a number is sent")
     await refused(life.submit(9), Busy, "you have 8 (limit 8)")
     await refused(life.submit(0, "sample", SAMPLER, payload=Sample([1]).dump()), Busy)
-    demand(await life.submit(3) == requests[2], "a repetition is refused")
+    again = await life.submit(3, payload=b"y" * (SMALL - 1))
+    demand(again == requests[2], "a repetition is refused")
     first = await life.submit(0)
     demand([each[2] for each in life.sent() if each[0] == "run"] == list(range(9)), f"{life.sent()}")
     demand(life.runtime.queued("ada") == 9, "what others wait for is refused")
@@ -567,12 +682,27 @@ async def _fail_creation(life: _Life, clock: Clock, draw: random.Random) -> None
     demand(there == ["d"], f"{there} is left")
 
 
-async def _end(life: _Life, clock: Clock, draw: random.Random) -> None:
+async def _drain(life: _Life, clock: Clock, draw: random.Random) -> None:
+    await _end(life, "drain")
+
+
+async def _close(life: _Life, clock: Clock, draw: random.Random) -> None:
+    await _end(life, "close")
+
+
+async def _lose_lease(life: _Life, clock: Clock, draw: random.Random) -> None:
+    await _end(life, "lease")
+
+
+async def _lose_supervisor(life: _Life, clock: Clock, draw: random.Random) -> None:
+    await _end(life, "supervisor")
+
+
+async def _end(life: _Life, how: str) -> None:
     """At the end nothing new is accepted, who waits is let go of, and what is pending stays in the log."""
     await life.begin()
     runtime = life.runtime
     request = await life.submit(0)
-    how = draw.choice(["drain", "close", "lease", "supervisor"])
     waiting = asyncio.create_task(runtime.wait(request, "ada", 100.0))
     await asyncio.sleep(0.1)
     if how == "drain":
@@ -619,9 +749,14 @@ _SCENES: tuple[Callable[[_Life, Clock, random.Random], Awaitable[None]], ...] = 
     _detach_without_engine,
     _restore,
     _wait_for_room,
+    _snapshot,
+    _refuse_outcome,
     _die,
     _read_again,
     _fill,
     _fail_creation,
-    _end,
+    _drain,
+    _close,
+    _lose_lease,
+    _lose_supervisor,
 )
