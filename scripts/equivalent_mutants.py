@@ -49,6 +49,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "whoever makes a chore says when it is due",
     ),
     Equivalent(
+        "Checkpoint",
+        "train_",
+        "True -> False",
+        "whoever makes a row of a checkpoint says which layers are adapted",
+    ),
+    Equivalent(
         "Runtime._enqueue",
         "await asyncio.sleep(_AGAIN)",
         "statement deleted",
@@ -65,6 +71,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "return True",
         "returns None",
         "the operations behind it are sent by the task, in the same order: more work, and the same end",
+    ),
+    Equivalent(
+        "SequenceOrder.drop_all",
+        "self._advance()",
+        "statement deleted",
+        "the next number is neither used nor waiting, else it would not be the next one: nothing advances",
     ),
     Equivalent(
         "Cancellation.cancel",

@@ -58,8 +58,8 @@ OF_STORE: tuple[Part, ...] = (
     keep_blobs,
     lose_files,
 )
-AT_ONCE = 4, 1
-"""Parts of either kind that a simulation drives."""
+AT_ONCE = 4
+"""Parts of the runtime that a simulation drives, beside one of the store."""
 
 
 def all_parts() -> list[Part]:
@@ -79,10 +79,7 @@ def drive_parts(seed: int) -> None:
 
 def parts_of(seed: int) -> list[Part]:
     """Return the parts that the simulation of a seed drives."""
-    draw = random.Random(f"parts {seed}")
-    return [
-        part for parts, count in zip((OF_RUNTIME, OF_STORE), AT_ONCE, strict=True) for part in draw.sample(parts, count)
-    ]
+    return [*random.Random(f"parts {seed}").sample(OF_RUNTIME, AT_ONCE), OF_STORE[seed % len(OF_STORE)]]
 
 
 def drive(part: Part, seed: int) -> None:

@@ -85,7 +85,7 @@ async def open_directories(clock: Clock, draw: random.Random) -> None:
 async def refuse_directories(clock: Clock, draw: random.Random) -> None:
     """A directory that is foreign, incomplete, damaged, newer or in use is refused, with words that say why."""
     with folder() as root:
-        for wrong in draw.sample(_WRONGS, 4):
+        for wrong in draw.sample(_WRONGS, 6):
             await wrong(root / wrong.__name__, draw)
 
 
@@ -213,7 +213,11 @@ async def _never_whole(data: Path, draw: random.Random) -> None:
     locked = data / DATABASE
     with closing(sqlite3.connect(locked, isolation_level=None)) as raw:
         raw.execute("CREATE TABLE x (a)")
-    (data / f"{DATABASE}-journal").write_bytes(magic + b"\0" * 8 + (1).to_bytes(4) + b"\0" * 492)
+    hot = data / f"{DATABASE}-journal"
+    hot.write_bytes(magic + b"\0" * 8 + (1).to_bytes(4) + b"\0" * 492)
+    check_database(data)  # the first transaction was never committed
+    hot.write_bytes(magic + b"\0" * 8 + (2).to_bytes(4) + b"\0" * 492)
+    declined(lambda: check_database(data), f"cannot read {locked}", "check the disk and the permissions")
 
 
 async def _secrets(data: Path, draw: random.Random) -> None:

@@ -321,6 +321,23 @@ async def _detach(life: _Life, clock: Clock, draw: random.Random) -> None:
     demand(await life.state(request) == ("done", None), "it did not end")
 
 
+async def _leave_while_sending(life: _Life, clock: Clock, draw: random.Random) -> None:
+    """A session ends while the operations of its model wait for room: they fail, and the model is let go of."""
+    await _log(life.store, 0, done=True)
+    await life.begin()
+    life.child.free.clear()
+    request = await life.submit(1)
+    await life.runtime.finish_session("s")
+    life.child.say(messages.RESTORED, queue_id=MODELS[0])
+    life.answer(0)
+    await asyncio.sleep(0.1)
+    demand(await life.state(request) == ("failed", "its session was finished"), f"{await life.state(request)}")
+    demand(life.sent() == [("restore", MODELS[0], None), _run(0, replay=True)], f"{life.sent()}")
+    life.child.free.set()
+    await asyncio.sleep(0.1)
+    demand(life.sent()[2:] == [("detach", MODELS[0], None)], f"{life.sent()}")
+
+
 async def _detach_without_engine(life: _Life, clock: Clock, draw: random.Random) -> None:
     """A model that no engine has is recorded as detached at once."""
     await life.begin()
@@ -536,6 +553,32 @@ async def _refuse_outcome(life: _Life, clock: Clock, draw: random.Random) -> Non
     demand(len(life.figures.ended) == 4, f"{life.figures.ended}")
 
 
+async def _refuse_while_leaving(life: _Life, clock: Clock, draw: random.Random) -> None:
+    """The last outcome of a model that is being let go of cannot be written: it is detached after it was restored."""
+    await life.begin()
+    store, name = life.store, MODELS[0]
+    request = await life.submit(0)
+    await life.runtime.finish_session("s")
+    real, bad = store.journal.finish, set[int]()
+
+    async def finish(outcomes: Any) -> Any:
+        if any(each.operation in bad and each.result is not None for each in outcomes):
+            raise ValueError("the log cannot hold it")
+        return await real(outcomes)
+
+    begin = len(life.child.sent)
+    with mock.patch.object(store.journal, "finish", finish):
+        bad.add(life.answer(0))
+        await asyncio.sleep(0.5)
+    demand(life.sent(begin) == [("detach", name, None), ("restore", name, None)], f"{life.sent(begin)}")
+    life.child.say(messages.DETACHED, queue_id=name)
+    await asyncio.sleep(0.1)
+    demand(not life.effects.notes, "a model that is to be restored is detached")
+    life.child.say(messages.RESTORED, queue_id=name)
+    await asyncio.sleep(1.5)
+    demand((await life.state(request))[0] == "failed" and life.status() == "detached", f"{life.status()}")
+
+
 async def _die(life: _Life, clock: Clock, draw: random.Random) -> None:
     """What an engine did not answer is sent to the next one; what was under way in two that died fails."""
     await life.begin()
@@ -746,11 +789,13 @@ _SCENES: tuple[Callable[[_Life, Clock, random.Random], Awaitable[None]], ...] = 
     _resume,
     _count,
     _detach,
+    _leave_while_sending,
     _detach_without_engine,
     _restore,
     _wait_for_room,
     _snapshot,
     _refuse_outcome,
+    _refuse_while_leaving,
     _die,
     _read_again,
     _fill,
