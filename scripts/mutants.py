@@ -487,13 +487,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="simulations of each mutant")
     parser.add_argument("--parts", type=int, default=200, help="seeds of which only the parts are driven, at first")
     parser.add_argument("--lines", type=int, default=40, help="simulations of which the called functions are recorded")
-    parser.add_argument("--only", default="", help="mutants whose name or function contains this")
+    parser.add_argument("--only", default="", help="mutants whose name or function contains one of these (A,B)")
     parser.add_argument("--list", action="store_true", help="list mutants and run none")
     parser.add_argument("--seconds", type=float, default=3600.0, help="CPU time of the simulations of one mutant")
     options = parser.parse_args()
     every = mutants()
     check_table(every)
-    drawn = [each for each in every if options.only in f"{each.name} {each.function}"]
+    names = options.only.split(",")
+    drawn = [each for each in every if any(name in f"{each.name} {each.function}" for name in names)]
     if options.sample and options.sample < len(drawn):
         drawn = random.Random(options.draw).sample(drawn, options.sample)
     reasons = Counter("rule" if each.rule else "table" if each.reason else "" for each in drawn)
