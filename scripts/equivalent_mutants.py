@@ -55,6 +55,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "whoever makes a row of a checkpoint says which layers are adapted",
     ),
     Equivalent(
+        "_vacuum",
+        "if count <= 0:",
+        "LtE -> Lt",
+        "where no page is to spare, the loop below gives none back, and the number is 0",
+    ),
+    Equivalent(
         "Runtime._enqueue",
         "await asyncio.sleep(_AGAIN)",
         "statement deleted",

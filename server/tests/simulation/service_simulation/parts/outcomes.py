@@ -23,11 +23,12 @@ class _Writes:
         self.bad: set[int] = set()
         self.full_until = 0.0
         self.lost = False
+        self.pause: float | None = None
         self.tries: list[float] = []
 
     async def finish(self, outcomes: Any) -> list[Outcome]:
         self.tries.append(self.clock.now)
-        await asyncio.sleep(self.draw.choice([0.0, 0.01]))
+        await asyncio.sleep(self.pause if self.pause is not None else self.draw.choice([0.0, 0.01]))
         if self.lost:
             raise LeaseLost("another process writes")
         if self.clock.now < self.full_until:
@@ -142,7 +143,7 @@ async def _withdraw(outcomes: Outcomes, journal: Any, clock: Clock, events: list
     await asyncio.sleep(30.0)
     demand(events[-5:] == [rows[each].id for each in (0, 1, 3, 4, 5)], f"what was taken back is written: {events[-6:]}")
     del events[-5:]
-    journal.bad = {rows[0].id}
+    journal.bad, journal.pause = {rows[0].id}, 0.02
     journal.full_until = clock.now + 1.0
     for row in rows:
         outcomes.put(row, Outcome(row.id, b"result"))
@@ -153,4 +154,5 @@ async def _withdraw(outcomes: Outcomes, journal: Any, clock: Clock, events: list
         demand(clock.now < journal.full_until + 10.0, "they are never written one by one")
     left = [row for row in rows if any(row is entry[0] for entry in outcomes._batch)]
     demand(outcomes.withdraw("m") == [row for row in left if row.queue_id == "m"], "what is taken back from a batch")
+    journal.pause = None
     await outcomes.flush()
