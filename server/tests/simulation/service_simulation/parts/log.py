@@ -37,6 +37,7 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
         for _ in range(40):
             await log.step()
         await log.check()
+        await _give_back(store)
         store.journal.context = replace(store.journal.context, epoch=99)
         for work in (
             store.journal.submit(Submission("ada", log.models[0], "forward", b"late", 900)),
@@ -45,6 +46,29 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
             store.journal.snapshotted(Snapshot(log.models[0], 5, "snapshots/z", "", 1)),
         ):
             await refused(work, LeaseLost, "another process now serves")
+
+
+async def _give_back(store: Store) -> None:
+    """Free pages are given back to the file system, all but one, and at most two at a time."""
+    for size in (1, 2, 3, 5):
+        await store.database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE blobs (data BLOB)"))
+        await store.database.write(
+            lambda connection, size=size: connection.exec_driver_sql(
+                "INSERT INTO blobs VALUES (zeroblob(?))", (4096 * size,)
+            )
+        )
+        await store.database.write(lambda connection: connection.exec_driver_sql("DROP TABLE blobs"))
+        free = rows_of(store, "PRAGMA freelist_count")[0][0]
+        while True:
+            wanted = max(0, min(free - 1, 2))
+            given = await store.database.write(retention._vacuum)
+            left = rows_of(store, "PRAGMA freelist_count")[0][0]
+            demand(
+                (given, left) == (wanted, free - wanted), f"{given} of {free} pages were given back, {left} are left"
+            )
+            free = left
+            if not given:
+                break
 
 
 class _Log:
