@@ -61,6 +61,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "where no page is to spare, the loop below gives none back, and the number is 0",
     ),
     Equivalent(
+        "SessionKeeper._forget",
+        "reason = f",
+        "86400 -> 86401",
+        "only the number of days in a message differs, beyond the digits that are written",
+    ),
+    Equivalent(
         "Runtime._enqueue",
         "await asyncio.sleep(_AGAIN)",
         "statement deleted",
