@@ -38,6 +38,7 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
             await log.step()
         await log.check()
         await _give_back(store)
+        await _refuse_old_numbers(store)
         store.journal.context = replace(store.journal.context, epoch=99)
         for work in (
             store.journal.submit(Submission("ada", log.models[0], "forward", b"late", 900)),
@@ -46,6 +47,19 @@ async def keep_log(clock: Clock, draw: random.Random) -> None:
             store.journal.snapshotted(Snapshot(log.models[0], 5, "snapshots/z", "", 1)),
         ):
             await refused(work, LeaseLost, "another process now serves")
+
+
+async def _refuse_old_numbers(store: Store) -> None:
+    """A number that a snapshot covers, and whose row was deleted, is not accepted again; the next one is."""
+    name = "s:train:2"
+    model = Model(name, "ada", "s", 2, "base", 8, 1.0, 1.0)
+    await store.database.write(lambda connection: models.add(connection, model))
+    await store.journal.snapshotted(Snapshot(name, 5, "snapshots/old", "d", 1))
+    for number in (0, 5):
+        old = Submission("ada", name, "forward", b"old", number)
+        await refused(store.journal.submit(old), Gone, f"the result of sequence number {number} of")
+    accepted, _ = await store.journal.submit(Submission("ada", name, "forward", b"new", 6))
+    demand(accepted.fresh, "the next number is not accepted")
 
 
 async def _give_back(store: Store) -> None:
