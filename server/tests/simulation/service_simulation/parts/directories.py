@@ -71,6 +71,12 @@ async def open_directories(clock: Clock, draw: random.Random) -> None:
         demand(store.lease is not None and store.lease.lock >= 0, "the lock")
         handle = store.lease.lock
         store.close()
+        for files in (store.journal.payloads, store.journal.results):
+            try:
+                files._threads.submit(int)
+                demand(False, "the threads that write files go on after the end")
+            except RuntimeError:
+                pass
         demand(
             store.lease.lock == -1 and not Path(f"/proc/self/fd/{handle}").exists(), "the lock is held after the end"
         )

@@ -14,9 +14,11 @@ from service_simulation.parts.support import opened, refused, rows_of
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock
 
+from twinkle_server import failpoints
 from twinkle_server.engine import messages
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
 from twinkle_server.operations import ModelInfo, Sample, Snapshot, Submission
+from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Limits
 from twinkle_server.store import models
 from twinkle_server.store.records import Model, Session
@@ -270,6 +272,38 @@ async def _fill(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
     demand(life.runtime.queued("ada") == 0 and not life.runtime.futures.waiting, "what is over waits")
 
 
+async def _probe(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
+    """After a commit that failed, the service writes a row each second until the disk works, and is ready again."""
+    store, full = life.store, [False]
+
+    def reach(place: str) -> None:
+        if full[0] and place == "store.before_commit":
+            raise OSError(28, "No space left on device")
+
+    service = Service(life.settings, store, life.figures, life.start_child)
+    before = failpoints.watch(reach)
+    try:
+        await service.start()
+        await life.ready()
+        await asyncio.sleep(5.0)
+        commits = store.database.commits
+        await asyncio.sleep(3.0)
+        demand(service.ready()[0] and store.database.commits == commits, "it writes although nothing is to be written")
+        full[0] = True
+        await refused(store.sessions.create(Session("u", "ada", clock.wall(), clock.wall())), Unavailable)
+        await asyncio.sleep(3.0)
+        demand(not service.ready()[0] and service.ready()[1]["store"] == "the last commit failed", f"{service.ready()}")
+        full[0] = False
+        await asyncio.sleep(1.5)
+        demand(service.ready()[0] and service.ready()[1]["store"] == "writable", f"{service.ready()}")
+        commits = store.database.commits
+        await asyncio.sleep(3.0)
+        demand(store.database.commits == commits, "it goes on writing")
+    finally:
+        failpoints.watch(before)
+        await service.close()
+
+
 async def _drain(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
     await _end(life, "drain")
 
@@ -338,6 +372,7 @@ SCENES: tuple[Callable[[RuntimeLife, Clock, random.Random], Awaitable[None]], ..
     _die,
     _read_again,
     _fill,
+    _probe,
     _drain,
     _close,
     _lose_lease,

@@ -82,19 +82,20 @@ class RuntimeLife:
 
     Attributes:
         children: engines that were started.
-        pids: makes their ids differ.
+        settings: of the runtime.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.figures, self.effects = Figures(), Effects(store)
         self.children: list[ScriptedChild] = []
-        settings = Settings(
+        self.settings = settings = Settings(
             "m", store.data, name="m", tokenizer="t", times=TIMES, limits=Limits(small_bytes=SMALL, queued=8)
         )
-        self.runtime = Runtime(settings, store.journal, self.effects, self._start_child, self.figures)
+        self.runtime = Runtime(settings, store.journal, self.effects, self.start_child, self.figures)
 
-    async def _start_child(self, first: bool) -> Any:
+    async def start_child(self, first: bool) -> Any:
+        """Start an engine; see `supervision.StartChild`."""
         self.children.append(ScriptedChild())
         return self.children[-1]
 
