@@ -49,6 +49,24 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "whoever makes a chore says when it is due",
     ),
     Equivalent(
+        "Checkpoint",
+        "train_",
+        "True -> False",
+        "whoever makes a row of a checkpoint says which layers are adapted",
+    ),
+    Equivalent(
+        "_vacuum",
+        "if count <= 0:",
+        "LtE -> Lt",
+        "where no page is to spare, the loop below gives none back, and the number is 0",
+    ),
+    Equivalent(
+        "SessionKeeper._forget",
+        "reason = f",
+        "86400 -> 86401",
+        "only the number of days in a message differs, beyond the digits that are written",
+    ),
+    Equivalent(
         "Runtime._enqueue",
         "await asyncio.sleep(_AGAIN)",
         "statement deleted",
@@ -59,6 +77,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "await asyncio.sleep(_RETRY)",
         "statement deleted",
         "it is tried again at once, and not after a pause: more work, and the same end",
+    ),
+    Equivalent(
+        "Dispatcher._send_now",
+        "return True",
+        "returns None",
+        "the operations behind it are sent by the task, in the same order: more work, and the same end",
+    ),
+    Equivalent(
+        "SequenceOrder.drop_all",
+        "self._advance()",
+        "statement deleted",
+        "the next number is neither used nor waiting, else it would not be the next one: nothing advances",
     ),
     Equivalent(
         "Cancellation.cancel",

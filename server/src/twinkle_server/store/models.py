@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from twinkle_server.errors import NotFound, SequenceConflict
 from twinkle_server.operations import Snapshot
@@ -10,6 +10,9 @@ from twinkle_server.ports import Database
 from twinkle_server.store import rows, sessions
 from twinkle_server.store.records import Model, ModelStatus, Page
 from twinkle_server.store.tables import models, operations
+
+_GET = select(models).where(models.c.tenant == bindparam("owner"), models.c.id == bindparam("name"))
+"""Built once: every request that submits an operation runs it."""
 
 
 def add(connection: Connection, model: Model) -> None:
@@ -53,7 +56,7 @@ def get(connection: Connection, tenant: str, model: str) -> Model:
     Raises:
         NotFound: the tenant has no such model.
     """
-    row = connection.execute(select(models).where(models.c.tenant == tenant, models.c.id == model)).one_or_none()
+    row = connection.execute(_GET, {"owner": tenant, "name": model}).one_or_none()
     if row is None:
         raise NotFound(f"model {model[:120]!r} does not exist")
     return _model(row)

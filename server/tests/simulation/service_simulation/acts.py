@@ -274,6 +274,8 @@ async def finish(world: World, clients: list[Client], draw: random.Random) -> No
         await asyncio.sleep(draw.choice([0.0, 0.01, 0.1]))
         service = world.life.service if world.life is not None else None
         known = not count and service is not None and all(trainer.id in service.dispatcher.queues for trainer in alive)
+        if known and draw.random() < 0.4:
+            world.kill_engine("at the end of a session")  # its models are in no engine when the session ends
         await client.finish()
     await client.finish()
     demand((await client.ask("/session_heartbeat", {"session_id": client.session})).status == 410, "it has not ended")
@@ -507,6 +509,31 @@ async def fill_up(world: World, clients: list[Client], draw: random.Random) -> N
     await trainer.read()
 
 
+async def lose_number(world: World, clients: list[Client], draw: random.Random) -> None:
+    """Never send a number: what waits for it fails after `gap_fail`, not before, and the model goes on."""
+    alive = [trainer for client in clients if not client.finished for trainer in client.models if not trainer.gone]
+    if not alive:
+        return
+    trainer = draw.choice(alive)
+    client, first, times = trainer.client, trainer.following, world.settings.times
+    await trainer.client.ask("/session_heartbeat", {"session_id": client.session})
+    began = world.clock.now
+    body = {"model_id": trainer.id, "seq_id": first + 1, "adam_params": {}}
+    request = (await client.post("/optim_step", body))["request_id"]
+    answer = await client.result(request)
+    waited = world.clock.now - began
+    demand(times.gap_fail <= waited < times.gap_fail + 6.0, f"what waits for a lost number fails after {waited} s")
+    lost = trainer.history.add(Event(first, "step"))
+    later = trainer.history.add(Event(first + 1, "step", request=request))
+    trainer.history.lost.add(first)
+    trainer.skip(2)
+    trainer.take(later, answer)
+    demand(later.ending == "failed" and "did not arrive within 6" in later.error, f"{later}")
+    await trainer.submit_step(lost)  # much too late
+    demand(lost.ending == "failed" and "did not arrive within 6" in lost.error, f"{lost}")
+    await trainer.read()
+
+
 async def stop_slowly(world: World, clients: list[Client], draw: random.Random) -> None:
     """End the service while somebody waits: who waits is let go, what is new is refused, and all goes on afterwards."""
     alive = [trainer for client in clients if not client.finished for trainer in client.models if not trainer.gone]
@@ -562,6 +589,7 @@ ACTS: tuple[Act, ...] = (
     ask_for_others,
     keep_records,
     fill_up,
+    lose_number,
     stop_slowly,
     unload,
     finish,

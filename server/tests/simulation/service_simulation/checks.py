@@ -65,6 +65,8 @@ def check_books(life: Life) -> None:
     queues = dispatcher.queues
     flights = {number: flight for queue in queues.values() for number, flight in queue.in_flight.items()}
     demand(flights == dispatcher.in_flight, "what the engine has")
+    first = [flight.operation for flight in flights.values() if not flight.replay]
+    demand(all(each.request in futures._open for each in first), "nobody can wait for what the engine has")
     demand({queue for queue in queues.values() if queue.sending} == set(dispatcher._senders), "which queues send")
     room = sum(flight.size + 512 for flight in flights.values())
     demand(
@@ -173,6 +175,19 @@ def check_endings(world: World, raw: sqlite3.Connection) -> None:
     demand(attempts.keys() <= world.blamed.keys(), f"{attempts} were under way when an engine died, not {world.blamed}")
 
 
+def check_usage(world: World, raw: sqlite3.Connection) -> None:
+    """Compare the usage of tenants with the operations that are done."""
+    if world.kills or world.aged or world.planned.refuse:
+        return  # a crash loses what was not written, and the rows of old operations are deleted
+    names = "CASE kind WHEN 'sample' THEN 'sampling_sample' ELSE 'training' END"
+    kinds = "('forward', 'forward_backward', 'sample')"
+    query = f"SELECT tenant, {names}, sum(tokens) FROM operations WHERE status = 'done' AND kind IN {kinds}"
+    wanted = {row[:2]: row[2] for row in map(tuple, raw.execute(f"{query} AND tokens > 0 GROUP BY 1, 2"))}
+    found = map(tuple, raw.execute("SELECT tenant, kind, sum(tokens) FROM usage WHERE tenant < 'x' GROUP BY 1, 2"))
+    usage = {row[:2]: row[2] for row in found if row[1] != "storage"}
+    demand(usage == wanted, f"the usage is {usage}, not {wanted}")
+
+
 def check_directory(world: World, clients: "list[Client]") -> None:
     """Compare the rows of the database with what clients know, and the files with the rows."""
     with closing(sqlite3.connect(world.data / DATABASE)) as raw:
@@ -180,6 +195,7 @@ def check_directory(world: World, clients: "list[Client]") -> None:
         demand(raw.execute("PRAGMA integrity_check").fetchone()[0] == "ok", "the database is damaged")
         demand(not raw.execute("PRAGMA foreign_key_check").fetchall(), "rows name others that are not there")
         check_endings(world, raw)
+        check_usage(world, raw)
         for client in clients:
             for trainer in client.models:
                 rows = raw.execute("SELECT * FROM operations WHERE lane = ?", (trainer.id,))

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from service_simulation.world import Lost, World
 AGAIN = (408, 429, 500, 503)
 PATIENCE = 3600.0
 """Seconds after which something that is still not over hangs."""
+EARLY = 4
+"""Answers that a future is pending that may come too early: a request may be answered before its first copy is."""
 BAD_ROWS = {
     ERROR: ("The service failed during this",),
     BREAK: ("The service failed during this",),
@@ -56,8 +59,9 @@ class Client:
                 answer = None
             if answer is not None and answer.status not in AGAIN:
                 return answer
-            await asyncio.sleep(pause)
-            pause = min(2.0, 2 * pause)
+            hint = float(answer.headers.get("retry-after", "0")) if answer is not None else 0.0
+            await asyncio.sleep(max(pause, hint * self.draw.uniform(0.5, 1.5)))
+            pause = min(8.0, 2 * pause)
         raise Violation(f"{path} {body!r:.200} was not answered within {PATIENCE} s")
 
     async def ask_once(self, path: str, body: Any) -> Answer:
@@ -72,7 +76,7 @@ class Client:
 
     async def result(self, request: str) -> Answer:
         """Wait until a future is over."""
-        ends = self.world.clock.now + PATIENCE
+        ends, early = self.world.clock.now + PATIENCE, Counter[Any]()
         headers = {"accept": "application/x-protobuf"}
         while self.world.clock.now < ends:
             answer = await self.ask("/retrieve_future", {"request_id": request}, headers=headers)
@@ -86,6 +90,10 @@ class Client:
                 and (found["queue_state"] == "active" or bool(found.get("queue_state_reason"))),
                 f"future {request} waits: {found}",
             )
+            if answer.seconds < self.world.settings.times.poll - 0.01:
+                early[answer.life] += not self.world.lets_go(answer.life)
+                demand(early[answer.life] <= EARLY, f"future {request} is pending, and who asks for it need not wait")
+                await asyncio.sleep(1.0)
         raise Violation(f"future {request} was not over within {PATIENCE} s")
 
     async def open(self) -> "Client":
@@ -163,7 +171,8 @@ class Trainer:
         self.paths: set[str] = set()
         self._number = number
         self._following = 1
-        self._gate = asyncio.Semaphore(client.draw.choice([1, 4, 16]))
+        most = client.world.settings.limits.queued  # beyond it, requests are mostly turned away
+        self._gate = asyncio.Semaphore(min(client.draw.choice([1, 4, 16]), most))
         self._names = itertools.count()
         client.models.append(self)
 

@@ -33,6 +33,7 @@ class Disk:
         pages: of the write-ahead log, after which SQLite moves it into the database.
         databases: that are open, of the process that runs.
         refuses: returns whether the end of an operation cannot be written.
+        unreadable: returns whether a read fails now.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -40,6 +41,7 @@ class Disk:
         self.pages = draw.choice([8, 40, 1000])
         self.databases: list[SimulatedDatabase] = []
         self.refuses: Callable[[Outcome], bool] = lambda outcome: False
+        self.unreadable: Callable[[], bool] = lambda: False
 
     def delay(self) -> float:
         """Return the seconds that a commit takes, most of them few."""
@@ -81,6 +83,9 @@ class SimulatedDatabase(SqliteDatabase):
             job.work = _unwritable
         super()._put(job)
 
+    def _read(self, work: Callable[[Any], Any]) -> Any:
+        return super()._read(_not_read if self.disk.unreadable() else work)
+
     def _wake_writer(self, future: Any) -> None:
         if not isinstance(future, asyncio.Future):
             self._commit_all()
@@ -117,6 +122,10 @@ class Unwritable(Exception):
 
 def _unwritable(_connection: Any) -> None:
     raise Unwritable
+
+
+def _not_read(_connection: Any) -> None:
+    raise sqlite3.OperationalError("disk I/O error")
 
 
 class Torn:

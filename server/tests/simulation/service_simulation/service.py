@@ -40,11 +40,15 @@ class Answer:
         status: of HTTP.
         body: of the answer.
         headers: names in lower case.
+        seconds: that it took.
+        life: of the service that gave it.
     """
 
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    life: "Life | None" = None
 
     def json(self) -> Any:
         """Return the body."""

@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import random
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
 START = 2_000_000_000.0
 """Wall-clock time at which a simulation begins; later than the real time of any file that it writes."""
 _PACKAGES = ("twinkle_server", "ledger_engine")
+_RESOLUTION = 1e-7
+"""Seconds within which timers count as due at the same time."""
 
 
 class Killed(BaseException):
@@ -120,10 +124,35 @@ def replaced_modules(clock: Clock, draw: random.Random) -> Iterator[None]:
             setattr(module, attribute, original)
 
 
+class _Handle:
+    """A callback of the loop; a timer if it has a time."""
+
+    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_process", "_when")
+
+    def __init__(self, callback: Any, args: Any, context: Any, process: Process | None, when: float) -> None:
+        self._callback, self._args = callback, args
+        self._context = copy_context() if context is None else context  # an empty context is false
+        self._process, self._when, self._cancelled = process, when, False
+
+    def cancel(self) -> None:
+        """See `asyncio.Handle`."""
+        self._cancelled = True
+        self._callback = self._args = None
+
+    def cancelled(self) -> bool:
+        """See `asyncio.Handle`."""
+        return self._cancelled
+
+    def when(self) -> float:
+        """See `asyncio.TimerHandle`."""
+        return self._when
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop on a virtual clock, without files, sockets or threads.
 
-    What would run on a thread runs in the loop, after a random delay, so that it interleaves with other tasks.
+    What would run on a thread runs in the loop, after a random delay, so that it interleaves with other tasks. Timers
+    that are due at the same time are called in the order in which they were set.
 
     Args:
         clock: advanced to the next timer when nothing is ready.
@@ -133,20 +162,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, clock: Clock, draw: random.Random) -> None:
         super().__init__()
         self.clock, self._draw = clock, draw
-        self._selector = self
-        self._clock_resolution = 1e-7
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._count = itertools.count()
         self.set_task_factory(_make_task)
 
     def time(self) -> float:
         """See `Clock.monotonic`."""
         return self.clock.now
-
-    def select(self, timeout: float | None) -> list[Any]:
-        """Let time pass: the loop asks for this when no callback is ready."""
-        if timeout is None:
-            raise Deadlock("nothing is ready, and no timer is set")
-        self.clock.now += max(0.0, timeout)
-        return []
 
     def _process_events(self, event_list: Any) -> None:
         """Do nothing: there are no files."""
@@ -154,17 +176,47 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         """Do nothing: there are no other threads."""
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        """See `asyncio.AbstractEventLoop`; the checks of the base class are left out, because they take long."""
+        handle = _Handle(callback, args, context, None, 0.0)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        """Set a timer; see `call_at`."""
+        return self.call_at(self.clock.now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """Set a timer, which is not called if the process that set it has been killed."""
         process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is None:
-            return super().call_at(when, callback, *args, context=context)
+        handle = _Handle(callback, args, context, process, when)
+        heapq.heappush(self._timers, (when, next(self._count), handle))
+        return handle
 
-        def call() -> None:
-            if process.alive:
-                callback(*args)
-
-        return super().call_at(when, call, context=context)
+    def _run_once(self) -> None:
+        """Run what is ready; if nothing is, let time pass until the next timer."""
+        ready, timers, clock = self._ready, self._timers, self.clock  # type: ignore[attr-defined]
+        if not ready:
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
+            if not timers:
+                raise Deadlock("nothing is ready, and no timer is set")
+            clock.now = max(clock.now, timers[0][0])
+        limit = clock.now + _RESOLUTION
+        while timers and timers[0][0] < limit:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled or (handle._process is not None and not handle._process.alive):
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"callback {handle._callback}", "exception": error})
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Run a function as if on a thread; `executor` is not used."""

@@ -52,6 +52,7 @@ class Faults:
         kill_engine: likewise.
         tear: a kill of the service at a commit is a power failure.
         full: the disk takes nothing, at each place likewise.
+        read: a read of the database fails.
         seconds: between kills at any moment; 0 is never.
         jump: the wall clock is set, or everything stands still, at each such moment.
         scarce: every so many calls the engine has no memory; 0 is never.
@@ -68,6 +69,7 @@ class Faults:
     kill_engine: float = 0.0
     tear: float = 0.0
     full: float = 0.0
+    read: float = 0.0
     seconds: float = 0.0
     jump: float = 0.0
     scarce: int = 0
@@ -87,8 +89,9 @@ class Faults:
         return cls(
             lose=chance(0.0, 0.02, 0.1), repeat=chance(0.0, 0.05, 0.2), late=chance(0.0, 0.02),
             kill_service=chance(0.0, 0.004, 0.02), kill_engine=chance(0.0, 0.004, 0.02), tear=draw.choice([0.3, 1.0]),
-            full=chance(0.0, 0.0, 0.02), seconds=draw.choice([0.0, 2.0, 10.0]) if some else 0.0,
-            jump=chance(0.0, 0.5), scarce=draw.choice([0, 0, 7]) if some else 0, slow=draw.choice([0.002, 0.05, 0.5]),
+            full=chance(0.0, 0.0, 0.02), read=chance(0.0, 0.0, 0.03),
+            seconds=draw.choice([0.0, 2.0, 10.0]) if some else 0.0, jump=chance(0.0, 0.5),
+            scarce=draw.choice([0, 0, 7]) if some else 0, slow=draw.choice([0.002, 0.05, 0.5]),
             refuse=chance(0.0, 0.0, 0.05), window=draw.choice([1500, 6000, 2**26]), most=draw.choice([1, 3, 8]),
         )  # fmt: skip
 
@@ -136,7 +139,7 @@ class World:
         self.loop = VirtualLoop(self.clock, random.Random(f"threads {seed}"))
         self.ids = random.Random(f"ids {seed}")
         self.disk = Disk(random.Random(f"disk {seed}"))
-        self.disk.refuses = self.refuses
+        self.disk.refuses, self.disk.unreadable = self.refuses, self.unreadable
         self.network = random.Random(f"network {seed}")
         self.chance = random.Random(f"faults {seed}")
         self.engines = random.Random(f"engine {seed}")
@@ -232,9 +235,9 @@ class World:
                 raise
             return
         except Busy:
-            if not self.faults.full:
+            if not (self.faults.full or self.faults.read):
                 raise
-            self.kill_service("the disk is full at the start")
+            self.kill_service("the disk fails at the start")
             return
         self._up.set()
 
@@ -251,9 +254,9 @@ class World:
                 raise
             return
         except Busy:
-            if not self.planned.full:
+            if not (self.planned.full or self.planned.read):
                 raise
-            self.kill_service("the disk is full at the end")
+            self.kill_service("the disk fails at the end")
             return
         life.process.end()
 
@@ -401,6 +404,18 @@ class World:
             return False
         return zlib.crc32(f"{self.seed} {outcome.operation}".encode()) / 2**32 < self.faults.refuse
 
+    def unreadable(self) -> bool:
+        """Return whether a read of the service fails now."""
+        if not self.faults.read or PROCESS.get() is None or self.chance.random() >= self.faults.read:
+            return False
+        self.note("a read of the database fails")
+        return True
+
+    def lets_go(self, life: Life | None) -> bool:
+        """Return whether a life of the service lets go of everybody who waits: it ends, or has ended."""
+        here = life is self.life and life is not None and life.answering and life.service is not None
+        return not here or life.service.runtime_status.draining or life.service.lost.is_set()
+
     def _answers(self) -> bool:
         return self.life is not None and self.life.answering
 
@@ -454,14 +469,14 @@ class World:
             await self._up.wait()
             await asyncio.sleep(self._latency())
             raise Lost("nothing listens")
-        answering = life.serve(call)
+        answering, since = life.serve(call), self.clock.now
         self.requests += 1
         if self.requests % 6 == 0:
             self.look(life)
         await asyncio.wait([answering])  # the end of its process cancels it
         if answering.cancelled() or isinstance(answering.exception(), Killed):
             raise Lost("the connection broke")
-        answer = answering.result()
+        answer = replace(answering.result(), seconds=self.clock.now - since, life=life)
         self.note(f"{call.tenant} {call.path} {answer.status} {zlib.crc32(answer.body):08x}")
         if draw.random() < faults.lose:
             await asyncio.sleep(2.0)

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import orjson
-from service_simulation.parts_store import opened, refused, rows_of
+from service_simulation.parts.support import opened, refused, rows_of
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock
 

@@ -1,4 +1,4 @@
-"""The supervisor and the dispatcher of the runtime with engines of a script, on the simulated clock."""
+"""The supervisor of the runtime with engines of a script, on the simulated clock."""
 
 import asyncio
 import random
@@ -23,7 +23,16 @@ LOST = {
 }
 
 
-class _Child:
+class ScriptedChild:
+    """An engine that says what a part of the simulation lets it say.
+
+    Attributes:
+        sent: messages of the service.
+        over: how its process ended.
+        killed: when the service killed it.
+        free: whether it can take more messages now.
+    """
+
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self.sent: list[Message] = []
@@ -31,14 +40,17 @@ class _Child:
         self.last_words = "its last words"
         self.pid = 77
         self.killed: float | None = None
+        self.free = asyncio.Event()
+        self.free.set()
 
     def put(self, message: Message) -> None:
+        """See `supervision.Child`, like the other methods that the service calls."""
         if self.over.done():
             raise LinkClosed("the engine closed the socket")
         self.sent.append(message)
 
     async def room(self) -> None:
-        pass
+        await self.free.wait()
 
     async def receive(self) -> Message:
         message = await self.inbox.get()
@@ -46,8 +58,9 @@ class _Child:
             raise LinkClosed("the engine closed the socket")
         return message
 
-    def say(self, kind: str, /, **head: Any) -> None:
-        self.inbox.put_nowait(Message(kind, head))
+    def say(self, kind: str, body: bytes = b"", /, **head: Any) -> None:
+        """Send a message to the service."""
+        self.inbox.put_nowait(Message(kind, head, body))
 
     def die(self, why: str = "exit status 1") -> None:
         if not self.over.done():
@@ -84,7 +97,7 @@ class _Listener:
 
 async def supervise(clock: Clock, draw: random.Random) -> None:
     """An engine that dies is started again, later each time; one that hangs, or is stopped, is ended."""
-    children: list[_Child] = []
+    children: list[ScriptedChild] = []
     starts: list[tuple[float, bool]] = []
     refuse: list[bool] = []
     passed: list[Any] = []
@@ -93,7 +106,7 @@ async def supervise(clock: Clock, draw: random.Random) -> None:
         starts.append((clock.now, first))
         if refuse and refuse.pop():
             raise OSError(12, "Cannot allocate memory")
-        children.append(_Child())
+        children.append(ScriptedChild())
         return children[-1]
 
     listener = _Listener()
@@ -146,7 +159,7 @@ async def supervise(clock: Clock, draw: random.Random) -> None:
         await _end(supervisor, listener, children, starts, task, stopped, draw, clock)
 
 
-async def _ready(supervisor: Supervisor, listener: _Listener, children: list[_Child]) -> None:
+async def _ready(supervisor: Supervisor, listener: _Listener, children: list[ScriptedChild]) -> None:
     ups = len(listener.ups)
     children[-1].say(messages.READY, info=INFO)
     await asyncio.sleep(0.001)
@@ -180,7 +193,7 @@ async def _live(
     end: str,
     supervisor: Supervisor,
     listener: _Listener,
-    child: _Child,
+    child: ScriptedChild,
     passed: list[Any],
     stopped: list[bool],
     draw: random.Random,

@@ -1,45 +1,31 @@
-"""Data directories, database files and blobs alone: what is refused and says so, what is durable, who may write."""
+"""Data directories: what is refused and why, what is durable, and who may write."""
 
-import asyncio
 import fcntl
 import os
 import random
 import sqlite3
 import stat
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from service_simulation.disk import Disk, SimulatedDatabase, use_disk
-from service_simulation.parts_store import folder, opened, refused, rows_of
+from service_simulation.parts.support import declined, folder, refused, rows_of, synced
 from service_simulation.reference import demand
 from service_simulation.virtual import Clock, Still
-from sqlalchemy.exc import DBAPIError
 
 from twinkle_server import failpoints
-from twinkle_server.errors import BadRequest, StoreError, Unavailable
-from twinkle_server.operations import Submission
-from twinkle_server.store import aside, base, database, filesystem, lease, open_store, opening, schema
-from twinkle_server.store.blobs import Blobs
+from twinkle_server.errors import StoreError
+from twinkle_server.store import aside, base, filesystem, lease, open_store, opening, schema
 from twinkle_server.store.inspection import DATABASE, PLACES, check_database, check_whole, damage, describe
 from twinkle_server.store.lease import Owner
 from twinkle_server.store.records import Checkpoint, Model, Session
 
 OPEN = Path("/proc/self/fd")
 """Lists the open files of this process."""
-
-
-def declined(work: Callable[[], Any], *words: str) -> None:
-    """Demand that a directory is refused, with words that say why."""
-    try:
-        work()
-    except StoreError as error:
-        demand(all(word in str(error) for word in words), f"{error}, without {words}")
-        return
-    demand(False, f"it is not refused: {words}")
 
 
 def _open(data: Path, **options: Any) -> Any:
@@ -64,20 +50,6 @@ def _modes(data: Path) -> None:
     demand(stat.S_IMODE(data.stat().st_mode) == 0o700, "the directory is open to others")
 
 
-@contextmanager
-def synced() -> Iterator[list[str]]:
-    """Note what is synced: names of files and folders."""
-    found: list[str] = []
-    real = os.fsync
-
-    def fsync(handle: int) -> None:
-        found.append(Path(f"/proc/self/fd/{handle}").readlink().name)
-        real(handle)
-
-    with mock.patch.object(os, "fsync", fsync):
-        yield found
-
-
 async def open_directories(clock: Clock, draw: random.Random) -> None:
     """A directory that is not whole is refused and stays as it is; a new one is made, and opened again."""
     with folder() as root:
@@ -99,6 +71,12 @@ async def open_directories(clock: Clock, draw: random.Random) -> None:
         demand(store.lease is not None and store.lease.lock >= 0, "the lock")
         handle = store.lease.lock
         store.close()
+        for files in (store.journal.payloads, store.journal.results):
+            try:
+                files._threads.submit(int)
+                demand(False, "the threads that write files go on after the end")
+            except RuntimeError:
+                pass
         demand(
             store.lease.lock == -1 and not Path(f"/proc/self/fd/{handle}").exists(), "the lock is held after the end"
         )
@@ -107,9 +85,14 @@ async def open_directories(clock: Clock, draw: random.Random) -> None:
         demand((again.secret, again.instance, again.journal.context.epoch) == (first, instance, 2), "it is another one")
         demand((await again.sessions.get("ada", "s")).id == "s", "what was written is lost")
         again.close()
-        for wrong in draw.sample(_WRONGS, 2):
-            await wrong(root / wrong.__name__, draw)
         await _set_aside(data, draw)
+
+
+async def refuse_directories(clock: Clock, draw: random.Random) -> None:
+    """A directory that is foreign, incomplete, damaged, newer or in use is refused, with words that say why."""
+    with folder() as root:
+        for wrong in draw.sample(_WRONGS, 6):
+            await wrong(root / wrong.__name__, draw)
 
 
 def _made(data: Path) -> None:
@@ -236,7 +219,11 @@ async def _never_whole(data: Path, draw: random.Random) -> None:
     locked = data / DATABASE
     with closing(sqlite3.connect(locked, isolation_level=None)) as raw:
         raw.execute("CREATE TABLE x (a)")
-    (data / f"{DATABASE}-journal").write_bytes(magic + b"\0" * 8 + (1).to_bytes(4) + b"\0" * 492)
+    hot = data / f"{DATABASE}-journal"
+    hot.write_bytes(magic + b"\0" * 8 + (1).to_bytes(4) + b"\0" * 492)
+    check_database(data)  # the first transaction was never committed
+    hot.write_bytes(magic + b"\0" * 8 + (2).to_bytes(4) + b"\0" * 492)
+    declined(lambda: check_database(data), f"cannot read {locked}", "check the disk and the permissions")
 
 
 async def _secrets(data: Path, draw: random.Random) -> None:
@@ -486,303 +473,3 @@ async def _set_aside(data: Path, draw: random.Random) -> None:
     handle = os.open(data / "lock", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(handle)
-
-
-# The database file
-
-
-async def commit_together(clock: Clock, draw: random.Random) -> None:
-    """Jobs that wait share a commit; each is whole or not there, and errors are told to whoever asked."""
-    with folder() as root:
-        use_disk(Disk(Still(1)))
-        file = root / "a?b#.db"
-        one = SimulatedDatabase(file)
-        raw = one._writer._raw
-        settings = {
-            name: raw.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in (
-                "foreign_keys",
-                "journal_mode",
-                "synchronous",
-                "auto_vacuum",
-                "journal_size_limit",
-                "query_only",
-                "cache_size",
-            )
-        }
-        wanted = {
-            "foreign_keys": 1,
-            "journal_mode": "wal",
-            "synchronous": 2,
-            "auto_vacuum": 2,
-            "journal_size_limit": 64 * 2**20,
-            "query_only": 0,
-            "cache_size": -16384,
-        }
-        demand(settings == wanted, f"{settings}")
-        demand(stat.S_IMODE(file.stat().st_mode) == 0o600 and one.healthy and one.commits == 0, "a new one")
-        one.write_now(lambda connection: connection.exec_driver_sql("CREATE TABLE t (n INTEGER UNIQUE NOT NULL)"))
-        numbers = set[int]()
-        for _ in range(12):
-            jobs = []
-            before, commits = set(numbers), one.commits
-            full = draw.choice(["", "", "", "full", "rollback", "after"])
-            for number in draw.sample(range(30), draw.choice([1, 1, 3, 6])):
-                how = draw.choice(["", "", "twice", "null", "fails", "own", "text"])
-
-                def work(connection: Any, number: int = number, how: str = how) -> int:
-                    connection.exec_driver_sql("INSERT INTO t VALUES (?)", (number,))
-                    if how == "twice":
-                        connection.exec_driver_sql("INSERT INTO t VALUES (?)", (number,))
-                    elif how == "null":
-                        connection.exec_driver_sql("INSERT INTO t VALUES (NULL)")
-                    elif how == "fails":
-                        raise KeyError(number)
-                    elif how == "own":
-                        raise StoreError("its own word")
-                    elif how == "text":
-                        connection.exec_driver_sql("SELECT ?", (2**70,))
-                    return number
-
-                jobs.append((number, how, asyncio.create_task(one.write(work))))
-            places: list[str] = []
-
-            def reached(place: str, full: str = full, places: list[str] = places) -> None:
-                places.append(place)
-                if place == "store.before_commit" and full:
-                    if full == "rollback":
-                        one._writer._raw.execute("ROLLBACK")
-                    raise OSError(28, "No space left on device")
-
-            watched = failpoints.watch(reached)
-            await asyncio.sleep(0)
-            cancelled = draw.random() < 0.2
-            if cancelled:
-                jobs[0][2].cancel()
-            await asyncio.wait([task for _, _, task in jobs])
-            failpoints.watch(watched)
-            ok = not (full and places)
-            for number, how, task in jobs:
-                good = not how and number not in before
-                if task.cancelled():
-                    numbers |= {number} if good and ok else set()
-                    continue
-                error = task.exception()
-                if good and ok:
-                    demand(error is None and task.result() == number, f"{number} {how}: {error}")
-                    numbers.add(number)
-                elif not ok and isinstance(error, Unavailable):
-                    demand(
-                        "the store cannot write at the moment" in error.message
-                        and isinstance(error.__cause__, OSError),
-                        error,
-                    )
-                else:
-                    demand(error is not None, f"{number} {how} was written")
-                    if number not in before and ok:
-                        kind = {"fails": KeyError, "own": StoreError, "text": BadRequest}.get(how, DBAPIError)
-                        demand(isinstance(error, kind), f"{how}: {error!r}")
-            demand(one.healthy is ok, "whether the last commit worked")
-            demand(one.commits == commits + 1, "commits are counted")
-            demand(not one._writer._raw.in_transaction, "a transaction is left open")
-            found = await one.read(lambda connection: set(connection.exec_driver_sql("SELECT n FROM t").scalars()))
-            demand(found == numbers, f"{found}, not {numbers}")
-            demand(not any(database.driver(each).in_transaction for each in one._reading), "a reader is left open")
-        await refused(one.read(lambda connection: connection.exec_driver_sql("DELETE FROM t")), Exception, "")
-        reader = database.driver(one._reading[0])
-        demand(
-            [reader.execute(f"PRAGMA {name}").fetchone()[0] for name in ("query_only", "foreign_keys", "cache_size")]
-            == [1, 1, -16384],
-            "the settings of readers",
-        )
-        await refused(one.read(lambda connection: 1 / 0), ZeroDivisionError)
-        demand(len(one._reading) == 1, "a reader for each read")
-        await _lose_connection(one, numbers)
-        late = asyncio.create_task(
-            one.write(lambda connection: connection.exec_driver_sql("INSERT INTO t VALUES (999)"))
-        )
-        await asyncio.sleep(0)
-        one.close()
-        one.close()
-        demand(
-            not (root / "a?b#.db-wal").exists() or (root / "a?b#.db-wal").stat().st_size == 0, "the log is not moved"
-        )
-        await asyncio.wait([late])
-        for work_ in (one.write(lambda connection: 1), one.read(lambda connection: 1)):
-            await refused(work_, Unavailable, "the store is closed")
-        with closing(sqlite3.connect(file)) as raw:
-            kept = {row[0] for row in raw.execute("SELECT n FROM t")}
-        demand(kept == numbers | {999}, "what was handed in before the end is lost")
-        declined(lambda: SimulatedDatabase(root), "cannot open the database", "restore it from a backup")
-        (root / "no.db").write_bytes(b"no database, but long enough to be one" * 50)
-        declined(lambda: SimulatedDatabase(root / "no.db"), "cannot open the database")
-        with mock.patch.object(sqlite3, "sqlite_version_info", (3, 34, 9)):
-            declined(lambda: SimulatedDatabase(root / "b.db"), "SQLite must be 3.35 or newer")
-        _word_errors()
-
-
-async def _lose_connection(one: SimulatedDatabase, numbers: set[int]) -> None:
-    """A rollback that fails makes the next commit open the file anew."""
-    writer = one._writer
-
-    class Broken:
-        in_transaction = True
-
-        def __init__(self, real: Any) -> None:
-            self.real, self.closed = real, False
-
-        def execute(self, text: str, *values: Any) -> Any:
-            if text in ("COMMIT", "ROLLBACK"):
-                raise sqlite3.OperationalError("disk I/O error")
-            return self.real.execute(text, *values)
-
-        def close(self) -> None:
-            self.closed = True
-            self.real.close()
-
-    broken = Broken(writer._raw)
-    writer._raw = broken  # type: ignore[assignment]
-    await refused(one.write(lambda connection: connection.exec_driver_sql("INSERT INTO t VALUES (500)")), Unavailable)
-    demand(writer._lost and not one.healthy, "it does not know that its connection is lost")
-    await one.write(lambda connection: connection.exec_driver_sql("INSERT INTO t VALUES (501)"))
-    numbers.add(501)
-    demand(broken.closed and writer._raw is not broken and not writer._lost and one.healthy, "it was not opened anew")
-    found = await one.read(lambda connection: set(connection.exec_driver_sql("SELECT n FROM t").scalars()))
-    demand(found == numbers, f"{found}, not {numbers}")
-    with mock.patch.object(writer, "_reopen", side_effect=StoreError("it cannot be opened")):
-        writer._lost = True
-        await refused(one.write(lambda connection: 1), Unavailable)
-        demand(writer._lost, "it is not lost any more")
-    await one.write(lambda connection: 1)
-
-
-def _word_errors() -> None:
-    def error(kind: type[sqlite3.Error], code: int | None, text: str = "x") -> sqlite3.Error:
-        made = kind(text)
-        if code is not None:
-            made.sqlite_errorcode = code  # type: ignore[misc]
-        return made
-
-    operational, database_error = sqlite3.OperationalError, sqlite3.DatabaseError
-    for each, words in (
-        (error(operational, sqlite3.SQLITE_FULL), "cannot write at the moment"),
-        (error(operational, None), "cannot write"),
-        (error(operational, sqlite3.SQLITE_IOERR | 3 << 8), "cannot write"),
-        (OSError(28, "x"), "cannot write"),
-        (error(database_error, sqlite3.SQLITE_CORRUPT | 1 << 8), "is damaged"),
-        (StoreError("x"), "cannot write"),
-        (error(database_error, sqlite3.SQLITE_NOTADB), "is damaged"),
-        (error(operational, sqlite3.SQLITE_ERROR), ""),
-        (error(sqlite3.ProgrammingError, None, "Cannot operate on a closed database."), "cannot write"),
-        (error(sqlite3.ProgrammingError, None), ""),
-        (KeyError("closed database"), ""),
-        (error(database_error, None), ""),
-        (error(sqlite3.IntegrityError, sqlite3.SQLITE_CONSTRAINT), ""),
-    ):
-        for given in (each, DBAPIError("q", None, each)):
-            told = database.translate_error(given)
-            demand(
-                told is given if not words else isinstance(told, Unavailable) and words in told.message,
-                f"{each!r}: {told!r}",
-            )
-            demand(told is given or told.__cause__ is given, "the cause is lost")
-    demand(isinstance(database.translate_error(OverflowError("x")), BadRequest), "a number that is too large")
-
-
-# Blobs
-
-
-async def keep_blobs(clock: Clock, draw: random.Random) -> None:
-    """Files are durable before their names are told, and are what was written."""
-    with folder() as root:
-        place = root / "payloads"
-        place.mkdir()
-        blobs, kept = Blobs(place), dict[str, bytes]()
-        for number in range(15):
-            data = draw.choice([b"", b"x", b"y" * 5000, bytes([number])])
-            fails = draw.choice(["", "", "blob.before_rename", "blob.after_rename"])
-            order: list[str] = []
-
-            def reached(where: str, fails: str = fails, order: list[str] = order) -> None:
-                order.append(where)
-                if where == fails:
-                    raise OSError(28, "No space left on device")
-
-            before = failpoints.watch(reached)
-            try:
-                with synced() as done:
-                    if fails:
-                        await refused(blobs.put(data), Unavailable, "disk full or failing")
-                    else:
-                        name = await blobs.put(data)
-                        demand(name not in kept, "two files have a name")
-                        kept[name] = data
-                        demand(done[0].startswith(".tmp-") and done[1:] == ["payloads"], f"{done} was synced")
-                        demand(stat.S_IMODE((place / name).stat().st_mode) == 0o600, "its mode")
-            finally:
-                failpoints.watch(before)
-            if kept and draw.random() < 0.3:
-                gone = draw.sample(sorted(kept), 1)
-                await blobs.drop([*gone, "0" * 64 + "-" + "0" * 16, *gone])
-                for each in gone:
-                    del kept[each]
-                    await refused(blobs.get(each), LookupError, "cannot read file")
-            demand({path.name for path in place.iterdir()} == set(kept), "which files are there")
-            for each, text in kept.items():
-                demand(await blobs.get(each) == text, "a file is another")
-        await blobs.drop([])
-        if kept:
-            name = draw.choice(sorted(kept))
-            (place / name).write_bytes(kept[name] + b"!")
-            await refused(blobs.get(name), LookupError, "does not match its checksum")
-        for wrong in ("../secret", "", "0" * 64, "0" * 64 + "-" + "0" * 17):
-            await refused(blobs.get(wrong), LookupError, "is not a valid file name in payloads")
-        real = os.open
-        with mock.patch.object(os, "open", lambda *values, **more: _broken(real, *values, **more)):
-            await refused(blobs.put(b"x"), Unavailable)
-        demand({path.name for path in place.iterdir()} == set(kept), "a file of which nothing was written is left")
-        blobs.close()
-
-
-def _broken(real: Callable[..., int], path: Any, *values: Any, **more: Any) -> int:
-    if ".tmp-" in str(path):
-        raise OSError(28, "No space left on device")
-    return real(path, *values, **more)
-
-
-async def lose_files(clock: Clock, draw: random.Random) -> None:
-    """What the log names and the disk has lost is told; a commit that fails leaves no file."""
-    from twinkle_server.operations import Outcome
-    from twinkle_server.settings import Limits
-
-    with opened(draw, limits=Limits(small_bytes=10)) as store:
-        journal = store.journal
-        await store.sessions.create(Session("s", "ada", 1.0, 1.0))
-        big = b"p" * 11
-        accepted, operation = await journal.submit(Submission("ada", "s:sample:0", "sample", big, 0))
-        await journal.finish([Outcome(operation.id, b"r" * 11)])
-
-        def full(place: str) -> None:
-            if place == "store.before_commit":
-                raise OSError(28, "No space left on device")
-
-        before = failpoints.watch(full)
-        try:
-            await refused(journal.submit(Submission("ada", "s:sample:0", "sample", big, 1)), Unavailable)
-            await refused(journal.finish([Outcome(operation.id, b"r" * 11)]), Unavailable)
-        finally:
-            failpoints.watch(before)
-        demand(len(list((store.data / "payloads").iterdir())) == 0, "payloads of what was never written are kept")
-        results = list((store.data / "results").iterdir())
-        demand(len(results) == 1, "results of what was never written are kept")
-        demand((await journal.future(accepted.request, "ada")).result == b"r" * 11, "a result in a file")
-        results[0].unlink()
-        future = await journal.future(accepted.request, "ada")
-        demand(
-            (future.status, future.category) == ("failed", "server") and "result was lost" in str(future.error),
-            f"{future}",
-        )
-
-
-Part = Callable[[Clock, random.Random], Awaitable[None]]
-PARTS: tuple[Part, ...] = (open_directories, commit_together, keep_blobs, lose_files)
