@@ -337,7 +337,7 @@ def test_weights_hold_behind_a_default_system_and_without_a_chat_template() -> N
         ({"weight": False}, "has weight False"),
         ({"loss": 0}, "has loss 0; it must be true"),
         ({"loss": "false"}, "has loss 'false'"),
-        ({"weight": 1, "loss": False}, "weight 1 and loss False, which disagree"),
+        ({"weight": 1, "loss": False}, "weight 1 and loss False, which contradict each other"),
     ],
 )
 def test_another_weight_or_loss_is_refused(mark: dict[str, Any], message: str) -> None:
@@ -350,7 +350,7 @@ def test_another_weight_or_loss_is_refused(mark: dict[str, Any], message: str) -
 
 def test_a_chat_template_that_changes_the_text_by_what_it_says_is_refused() -> None:
     shout = "{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(EncodeError, match=r"message 1 \(assistant\) cannot be found.*generation"):
+    with pytest.raises(EncodeError, match=r"message 1 \(assistant\) cannot be located.*generation"):
         Template(tokenizer=tiny_tokenizer(shout)).encode(talk("a", "b"))
     silent = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(EncodeError, match="message 1"):

@@ -318,7 +318,7 @@ def test_flags_that_contradict_or_lack_a_value_are_refused(flags: list[str], tex
         (None, "cannot be read: No such file"),
         ("a: [", "not YAML"),
         ("- 1", "expected keys and values, got list"),
-        ("a: 1\na: 2", "key 'a' is set twice"),
+        ("a: 1\na: 2", "duplicate key 'a'"),
     ],
 )
 def test_a_configuration_file_that_cannot_be_used_is_named(content: str | None, text: str) -> None:

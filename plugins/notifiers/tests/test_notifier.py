@@ -121,7 +121,7 @@ def test_an_argument_may_be_an_instance_a_class_a_text_a_dict_or_several() -> No
     assert found[0] is kept
     assert [type(one).__name__ for one in found] == ["Kept", "Kept", "SlackNotifier"]
     assert build_notifiers(None) == build_notifiers([]) == []
-    with pytest.raises(ArgumentError, match="leave it out"):
+    with pytest.raises(ArgumentError, match="remove it"):
         build_notifiers([None])
     with pytest.raises(ArgumentError, match="missing argument 'url'"):
         build_notifiers("SlackNotifier")

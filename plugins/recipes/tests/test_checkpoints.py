@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_there_is_told_with_those_that_are(
     (tmp_path / "runs" / "sft-now").mkdir()  # that of the very run that is refused
     (tmp_path / "runs" / "sft-now" / ".lock").touch()
     for place in ("nope", "runs/sft-9", "runs/sft-9/checkpoints/step-3"):
-        with pytest.raises(CheckpointError, match=r"no such folder; runs/ holds sft-6, sft-5, .* and 2 older ones"):
+        with pytest.raises(CheckpointError, match=r"no such folder; runs/ has sft-6, sft-5, .* and 2 older ones"):
             find_checkpoint(place)
 
 

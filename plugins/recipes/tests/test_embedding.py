@@ -75,8 +75,8 @@ def test_groups_may_have_several_negatives_or_none(values: dict[str, Any]) -> No
     ("row", "message"),
     [
         ({"anchor": "two", "negative": ["1"]}, r"row 1 \(line 2\): there is no column 'positive'"),
-        ({"anchor": " ", "positive": "2", "negative": ["1"]}, "'anchor' is ' '; it must be a text"),
-        ({"anchor": "a", "positive": "2", "negative": [""]}, "'negative' is ''"),
+        ({"anchor": " ", "positive": "2", "negative": ["1"]}, "'anchor' must be a non-empty string, got ' '"),
+        ({"anchor": "a", "positive": "2", "negative": [""]}, "'negative' must be a non-empty string, got ''"),
     ],
     ids=["missing", "blank", "empty"],
 )

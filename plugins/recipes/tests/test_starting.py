@@ -152,7 +152,7 @@ def test_an_adapter_has_its_own_rank(adapter: Path) -> None:
 def test_a_run_of_another_recipe_says_what_can_be_begun_with(values: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = run_recipe("dpo", values, max_steps=1)
     for place in (folder, folder / "checkpoints" / "step-1"):
-        with pytest.raises(ConfigError, match=r"is one of 'dpo'.*--lora.init_from .*adapter"):
+        with pytest.raises(ConfigError, match=r"is of the recipe 'dpo'.*--lora.init_from .*adapter"):
             run_recipe("embedding", values, resume_from=str(place))
 
 
