@@ -53,13 +53,13 @@ class _Dispatcher:
     def fail(self, each: Operation, reason: str, category: str = "server") -> None:
         self.failed.append((each, reason, category))
 
-    def kick(self, queue: ModelQueue) -> None:
-        self.calls.append(("kick", queue.name))
+    def send_ready(self, queue: ModelQueue) -> None:
+        self.calls.append(("send_ready", queue.name))
 
     def release(self, queue: ModelQueue) -> None:
         self.calls.append(("release", queue.name))
 
-    def land(self, number: int) -> None:
+    def pop_in_flight(self, number: int) -> None:
         self.calls.append(("land", number))
 
     def send_order(self, message: Any) -> None:
@@ -192,7 +192,7 @@ async def _wait_for_a_lost_number(
         demand(reason.startswith(words) and category == "user", reason)
         took = float(reason.partition("did not arrive within ")[2].partition(" s")[0])
         demand(ends - begin - 0.6 <= took <= ends - begin + 7.0, f"{how}: {reason}")
-    demand(dispatcher.calls == [("kick", "m"), ("release", "m")], f"{dispatcher.calls}")
+    demand(dispatcher.calls == [("send_ready", "m"), ("release", "m")], f"{dispatcher.calls}")
     demand(queue.order.following == 4 and queue.order.holds(5), "what waits for another number is given up with it")
     gone = len(dispatcher.failed)
     await _check(cancellation, 20.0 if how in ("nothing", "others") else 100.0)
@@ -247,7 +247,7 @@ async def _cancel(cancellation: Cancellation, dispatcher: _Dispatcher, outcomes:
     wanted = [(each, Outcome(each.id, error="it was cancelled", category="user", cancelled=True))
               for each in (second, third, sample)]  # fmt: skip
     demand(outcomes.put_ == wanted, f"{outcomes.put_}")
-    calls = [call for call in dispatcher.calls if call[0] != "kick"]
+    calls = [call for call in dispatcher.calls if call[0] != "send_ready"]
     released = [("release", "p"), ("release", "p"), ("land", 21), ("cancel", 21), ("release", "s")]
     demand(calls == released, f"{calls}")
 
