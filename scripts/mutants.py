@@ -346,7 +346,7 @@ class Functions:
 
     def record(self, seeds: Sequence[int]) -> None:
         """Note which functions the simulations of some seeds call."""
-        from service_simulation.parts import all_parts, drive
+        from service_simulation.parts.driving import all_parts, drive
         from service_simulation.simulation import simulate
 
         for seed in seeds:
@@ -434,9 +434,9 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
     text = mutant.text()
     relevant = functions.parts.get((str(SOURCE / mutant.path), mutant.function), set())
     if not relevant:  # a rare case may call it
-        from service_simulation import parts
+        from service_simulation.parts import driving
 
-        relevant = {each.__name__ for each in (parts.OF_STORE if "/store/" in mutant.path else parts.OF_RUNTIME)}
+        relevant = {each.__name__ for each in (driving.OF_STORE if "/store/" in mutant.path else driving.OF_RUNTIME)}
 
     def work() -> str:
         try:
@@ -444,16 +444,17 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
                 for name in [name for name in sys.modules if name.partition(".")[0] in AGAIN]:
                     del sys.modules[name]
                 sys.meta_path.insert(0, Importer(mutant.path, text))
-            from service_simulation import parts, world
+            from service_simulation import world
+            from service_simulation.parts import driving
             from service_simulation.simulation import simulate
         except Exception as error:
             return f"import: {error!r}"
         for seed in range(of_parts):
-            for part in parts.parts_of(seed):
+            for part in driving.parts_of(seed):
                 if part.__name__ in relevant or not mutant.function:
                     signal.setitimer(signal.ITIMER_PROF, PART_SECONDS)
                     try:
-                        parts.drive(part, seed)
+                        driving.drive(part, seed)
                     except BaseException as error:
                         return f"seed {seed}, {part.__name__}: {type(error).__name__}: {str(error)[:200]}"
         world.forget_template()

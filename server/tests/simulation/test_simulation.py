@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from service_simulation.disk import _mixed
-from service_simulation.parts import Part, all_parts, drive
+from service_simulation.parts.driving import Part, all_parts, drive
 from service_simulation.reference import Event, History, Violation
 from service_simulation.simulation import Report, simulate
 

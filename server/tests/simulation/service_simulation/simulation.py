@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from service_simulation.acts import ACTS, look_at_status
 from service_simulation.checks import check_books, check_counts, check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
-from service_simulation.parts import drive_parts
+from service_simulation.parts.driving import drive_parts
 from service_simulation.reference import Violation, demand
 from service_simulation.virtual import run_as
 from service_simulation.world import World, world_of
