@@ -35,8 +35,9 @@ serve-demo: install  ## Train two tenants at once through a service, with a live
 grpo-demo: .venv/members  ## Let a small real model learn to add from rewards alone, in a quarter of an hour
 	$(DEMO)/twinkle run grpo --config examples/grpo_demo.yaml
 
-test: install  ## Run all tests that this machine can run
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not soak and not full" $(TESTS)
+# Of tests that are named, the slow ones run as well.
+test: install  ## Run the tests, or with TESTS= those that it names
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not soak$(if $(TESTS),, and not full)" $(TESTS)
 
 test-all: install  ## Run the tests that take long, then the numeric ones as other processors compute them
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "full and not gpu and not soak"
