@@ -127,8 +127,9 @@ class Outcome:
         category: who caused the failure.
         cancelled: whether it was cancelled.
         composition: composition of its passes, for a replay; None if a replay does not need it.
-        also: written in the same transaction if the operation is done (for example the row of a checkpoint). If it
-            raises `ServiceError`, the operation fails with its message and the category "user".
+        in_transaction: called in the transaction of the result if the operation is done, for example to write the
+            row of a checkpoint. If it raises `ServiceError`, the operation fails with its message and the category
+            "user".
     """
 
     operation: int
@@ -137,7 +138,7 @@ class Outcome:
     category: Category = "server"
     cancelled: bool = False
     composition: str | None = None
-    also: Callable[[Any], None] | None = None
+    in_transaction: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

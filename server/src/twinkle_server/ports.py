@@ -28,20 +28,21 @@ class Journal(Protocol):
     reads: dict[int, float]
 
     async def submit(
-        self, submission: Submission, also: Callable[[Any], None] | None = None
+        self, submission: Submission, in_transaction: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
         """Write an operation, or return the earlier one of the same number.
 
         Args:
             submission: the operation.
-            also: written in the same transaction if the operation is new (for example the row of its model).
+            in_transaction: called in the transaction that writes the operation, if it is new; it may write the row of
+                its model, for example.
 
         Raises:
             SequenceConflict: the number was used with another payload.
         """
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Write outcomes in one commit; return them as written (an `also` may refuse)."""
+        """Write outcomes in one commit; return them as written (a function `in_transaction` may refuse)."""
 
     async def future(self, request: str, tenant: str) -> Future:
         """Return the state of a future.
@@ -81,7 +82,7 @@ class Effects(Protocol):
     """Effects of operations on the store besides the log, and state of models that the log does not have."""
 
     def done(self, operation: Operation, extra: dict[str, Any], body: bytes) -> Outcome:
-        """Return the outcome of an operation from the engine's answer, including its `also`."""
+        """Return the outcome of an operation from the engine's answer, including its function `in_transaction`."""
 
     async def closed(self, tenant: str, model: str) -> tuple[str, Category] | None:
         """Return why a model accepts no operations, and the category; None if it accepts them."""
@@ -146,7 +147,7 @@ class Service(Protocol):
     def info(self) -> ModelInfo:
         """The base model; its sizes are 0 until the engine is ready."""
 
-    async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+    async def submit(self, submission: Submission, in_transaction: Callable[[Any], None] | None = None) -> Accepted:
         """Write an operation into the log and queue it; return when it is durable, not when it is done."""
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:

@@ -48,10 +48,10 @@ class Client:
         model = Model(queue_id, "ada", "s", int(queue_id[-1]), "ledger", 8, now, now)
         await self.ask(queue_id, "create", Create(8, 1).dump(), lambda connection: models.add(connection, model))
 
-    async def ask(self, queue_id: str, kind: Kind, payload: bytes, also: Any = None) -> Accepted:
+    async def ask(self, queue_id: str, kind: Kind, payload: bytes, in_transaction: Any = None) -> Accepted:
         number = self.numbers.get(queue_id, 0)
         self.numbers[queue_id] = number + 1
-        return await self.service.submit(Submission("ada", queue_id, kind, payload, number, tokens=3), also)
+        return await self.service.submit(Submission("ada", queue_id, kind, payload, number, tokens=3), in_transaction)
 
     async def train(self, queue_id: str, first: int) -> list[Accepted]:
         step = OptimStep().dump()

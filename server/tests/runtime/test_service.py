@@ -46,16 +46,20 @@ class AppState:
         model = Model(f"{session}:train:0", "ada", session, 0, "fake", 8, now, now)
         self.number = 0
         return await self.do(
-            "create", Create(8, 1, **create).dump(), also=lambda connection: models.add(connection, model)
+            "create", Create(8, 1, **create).dump(), in_transaction=lambda connection: models.add(connection, model)
         )
 
-    async def ask(self, kind: Kind, payload: bytes = b"{}", also: Callable[[Any], None] | None = None) -> Accepted:
-        accepted = await self.service.submit(Submission("ada", QUEUE, kind, payload, self.number), also)
+    async def ask(
+        self, kind: Kind, payload: bytes = b"{}", in_transaction: Callable[[Any], None] | None = None
+    ) -> Accepted:
+        accepted = await self.service.submit(Submission("ada", QUEUE, kind, payload, self.number), in_transaction)
         self.number += 1
         return accepted
 
-    async def do(self, kind: Kind, payload: bytes = b"{}", also: Callable[[Any], None] | None = None) -> Future:
-        return await answer(self.service, (await self.ask(kind, payload, also)).request)
+    async def do(
+        self, kind: Kind, payload: bytes = b"{}", in_transaction: Callable[[Any], None] | None = None
+    ) -> Future:
+        return await answer(self.service, (await self.ask(kind, payload, in_transaction)).request)
 
     async def status(self) -> str:
         return (await self.store.models.get("ada", QUEUE)).status

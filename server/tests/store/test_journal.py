@@ -180,7 +180,7 @@ def test_a_failure_has_words_and_no_result(
 def test_the_first_outcome_stands(journal: Journal, run: Run) -> None:
     accepted, operation = run(journal.submit(step(0)))
     run(journal.finish([Outcome(operation.id, b"first")]))
-    (second,) = run(journal.finish([Outcome(operation.id, error="late", also=lambda _: None)]))
+    (second,) = run(journal.finish([Outcome(operation.id, error="late", in_transaction=lambda _: None)]))
     assert (second.result, second.error) == (b"first", None)
     assert run(journal.future(accepted.request, "ada")).result == b"first"
     with pytest.raises(LookupError, match="operation 99 does not exist"):
@@ -205,8 +205,8 @@ def test_a_refusal_of_what_comes_with_an_outcome_fails_that_operation_alone(
         raise BadRequest("there is one of that name")
 
     outcomes = [
-        Outcome(operation.id, b"{}", also=also)
-        for (_, operation), also in zip(answers, [None, taken, None], strict=True)
+        Outcome(operation.id, b"{}", in_transaction=in_transaction)
+        for (_, operation), in_transaction in zip(answers, [None, taken, None], strict=True)
     ]
     written = run(store.journal.finish(outcomes))
     assert [each.error for each in written] == [None, "there is one of that name", None]
@@ -280,7 +280,11 @@ def test_an_unexpected_error_in_what_comes_with_an_outcome_writes_none_of_them(s
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(store.journal.finish([Outcome(answers[0][1].id, b"{}"), Outcome(answers[1][1].id, b"{}", also=broken)]))
+        run(
+            store.journal.finish(
+                [Outcome(answers[0][1].id, b"{}"), Outcome(answers[1][1].id, b"{}", in_transaction=broken)]
+            )
+        )
     assert len(run(store.journal.pending())) == 2
 
 
@@ -389,7 +393,7 @@ def test_a_large_result_of_an_operation_that_failed_after_all_is_removed(store: 
     def refuse(_: Any) -> None:
         raise BadRequest("no")
 
-    run(store.journal.finish([Outcome(operation.id, LARGE, also=refuse)]))
+    run(store.journal.finish([Outcome(operation.id, LARGE, in_transaction=refuse)]))
     assert files(store) == (0, 0)
 
 

@@ -15,8 +15,12 @@ START, DAY = 1_000_000.0, 86_400.0
 
 async def sampled(store: Store, number: int, record: bool = True, session: str = "ada-s") -> str:
     queue_id = f"{session}:sample:0"
-    also = (lambda connection: recorded.add(connection, "ada", session, queue_id, number, START)) if record else None
-    accepted, operation = await store.journal.submit(Submission("ada", queue_id, "sample", b"{}", number), also)
+    in_transaction = (
+        (lambda connection: recorded.add(connection, "ada", session, queue_id, number, START)) if record else None
+    )
+    accepted, operation = await store.journal.submit(
+        Submission("ada", queue_id, "sample", b"{}", number), in_transaction
+    )
     await store.journal.finish([Outcome(operation.id, b"result")])
     return str(accepted.request)
 

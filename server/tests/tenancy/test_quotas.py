@@ -151,10 +151,10 @@ class Service:
         self.seen: list[int | None] = []
         self.gaps: set[int | None] = set()
 
-    async def submit(self, submission: Submission, also=None) -> Accepted:
+    async def submit(self, submission: Submission, in_transaction=None) -> Accepted:
         fresh = submission.number not in self.seen
-        if fresh and also:
-            also(None)
+        if fresh and in_transaction:
+            in_transaction(None)
         self.seen.append(submission.number)
         return Accepted("r", fresh)
 
@@ -229,8 +229,8 @@ def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
     refused: list[str | None] = []
 
     class Noting(Service):
-        async def submit(self, submission: Submission, also=None) -> Accepted:
-            found = await super().submit(submission, also)
+        async def submit(self, submission: Submission, in_transaction=None) -> Accepted:
+            found = await super().submit(submission, in_transaction)
             refused.append(submission.refusal)
             return found
 

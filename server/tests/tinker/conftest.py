@@ -58,10 +58,10 @@ class CannedService:
         self._store, self._data = store, data
         self._effects = StoreEffects(data, store)
 
-    async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+    async def submit(self, submission: Submission, in_transaction: Callable[[Any], None] | None = None) -> Accepted:
         if self.refuse is not None:
             raise self.refuse
-        accepted, operation = await self._store.journal.submit(submission, also)
+        accepted, operation = await self._store.journal.submit(submission, in_transaction)
         if accepted.fresh:
             self.submissions.append(submission)
             if submission.refusal is None and not self.held:

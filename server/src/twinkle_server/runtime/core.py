@@ -148,12 +148,12 @@ class Runtime:
 
     # Called by the API
 
-    async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+    async def submit(self, submission: Submission, in_transaction: Callable[[Any], None] | None = None) -> Accepted:
         """Write an operation into the log and queue it; return when it is durable, not when it is done.
 
         Args:
             submission: the operation.
-            also: written in the same transaction if the operation is new.
+            in_transaction: called in the transaction that writes the operation, if it is new.
 
         Raises:
             SequenceConflict: the sequence number was used with another payload.
@@ -163,7 +163,7 @@ class Runtime:
         """
         self._admit(submission)
         await self._check_near(submission)
-        task = asyncio.create_task(self._take(submission, also))
+        task = asyncio.create_task(self._take(submission, in_transaction))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
         return await asyncio.shield(task)  # a disconnect must not leave a logged operation without a queue
@@ -206,9 +206,9 @@ class Runtime:
                 f"{following}, got {number}; count it up by one with each request"
             )
 
-    async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
+    async def _take(self, submission: Submission, in_transaction: Callable[[Any], None] | None) -> Accepted:
         try:
-            accepted, operation = await self._journal.submit(submission, also)
+            accepted, operation = await self._journal.submit(submission, in_transaction)
         except LeaseLost as error:
             self._lease_lost(str(error))
             raise

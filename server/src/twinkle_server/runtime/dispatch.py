@@ -318,7 +318,7 @@ class Dispatcher:
         """Remove an operation from those in flight, and return it; None if it is not in flight."""
         flight = self.in_flight.pop(operation, None)
         if flight is not None:
-            flight.queue.landed(operation)
+            flight.queue.remove_in_flight(operation)
             self._window.release(flight.size)
         return flight
 

@@ -158,7 +158,9 @@ class Outcomes:
 
     async def _fail(self, operation: Operation, outcome: Outcome) -> None:
         """Fail an operation whose outcome cannot be written; if that fails too, only waiting clients learn of it."""
-        failed = replace(outcome, result=None, error="the result could not be written", category="server", also=None)
+        failed = replace(
+            outcome, result=None, error="the result could not be written", category="server", in_transaction=None
+        )
         written = await self._persist(lambda: self._journal.finish([failed]))
         if outcome.error is None:
             self._unwritten(operation)
@@ -247,7 +249,7 @@ class StoreEffects:
         return Outcome(operation.id, result=body)
 
     def _unloaded(self, operation: Operation) -> Outcome:
-        def also(connection: Connection) -> None:
+        def in_transaction(connection: Connection) -> None:
             with contextlib.suppress(NotFound):
                 snapshot = models.get(connection, operation.tenant, operation.queue_id).snapshot
                 models.set_status(
@@ -255,7 +257,7 @@ class StoreEffects:
                 )
                 self._unwanted.extend([snapshot.folder] if snapshot else [])
 
-        return _json(operation, {"type": "unload_model", "model_id": operation.queue_id}, also)
+        return _json(operation, {"type": "unload_model", "model_id": operation.queue_id}, in_transaction)
 
     async def unloaded(self) -> None:
         """See `ports.Effects`."""
@@ -324,11 +326,11 @@ def _created(operation: Operation) -> Outcome:
     if create.path is not None:
         response |= {"type": "load_weights", "path": create.path}
 
-    def also(connection: Connection) -> None:
+    def in_transaction(connection: Connection) -> None:
         with contextlib.suppress(NotFound):
             models.set_status(connection, operation.tenant, operation.queue_id, "live", time.time())
 
-    return _json(operation, response, also)
+    return _json(operation, response, in_transaction)
 
 
 def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
@@ -343,14 +345,14 @@ def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
     if save.kind == "external_weights":
         response["size_bytes"] = extra.get("size_bytes", 0)
 
-    def also(connection: Connection) -> None:
+    def in_transaction(connection: Connection) -> None:
         model, now = models.get(connection, operation.tenant, operation.queue_id), time.time()
         if save.name is not None:
             checkpoints.add(connection, _checkpoint(model, save, save.name, extra, now), save.overwrite)
         if save.sampler is not None:
             _add_sampler(connection, model, save, save.sampler, now)
 
-    return _json(operation, response, also)
+    return _json(operation, response, in_transaction)
 
 
 def _checkpoint(model: Model, save: Save, name: str, extra: dict[str, Any], now: float) -> Checkpoint:
@@ -391,5 +393,7 @@ def _payload(operation: Operation) -> bytes:
     return operation.payload
 
 
-def _json(operation: Operation, response: dict[str, Any], also: Callable[[Any], None] | None = None) -> Outcome:
-    return Outcome(operation.id, result=orjson.dumps(response), also=also)
+def _json(
+    operation: Operation, response: dict[str, Any], in_transaction: Callable[[Any], None] | None = None
+) -> Outcome:
+    return Outcome(operation.id, result=orjson.dumps(response), in_transaction=in_transaction)

@@ -315,7 +315,7 @@ class ModelQueue:
             assert head is flight.operation
         self.in_flight[flight.operation.id] = flight
 
-    def landed(self, operation: int) -> None:
+    def remove_in_flight(self, operation: int) -> None:
         """Remove an operation from `in_flight`."""
         self.in_flight.pop(operation, None)
 

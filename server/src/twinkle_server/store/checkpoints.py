@@ -1,4 +1,4 @@
-"""Checkpoints. The functions run in a caller's transaction (`also`); the class has its own transactions.
+"""Checkpoints. The functions run in a caller's transaction (`in_transaction`); the class has its own transactions.
 
 An expired checkpoint does not exist for clients, even before its row is marked as deleted. Rows of deleted or replaced
 checkpoints are kept for a while, and their folders until nothing refers to them (see `retention`).

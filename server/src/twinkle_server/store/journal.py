@@ -110,7 +110,7 @@ class Submit:
     submission: Submission
     digest: bytes
     stored: Stored
-    also: Callable[[Any], None] | None
+    in_transaction: Callable[[Any], None] | None
 
     def __call__(self, connection: Connection) -> tuple[Accepted, Operation]:
         """Run within a transaction."""
@@ -126,8 +126,8 @@ class Submit:
         status: Status = "pending"
         if submission.refusal is not None:
             status = "failed"
-        elif self.also is not None:
-            self.also(connection)
+        elif self.in_transaction is not None:
+            self.in_transaction(connection)
         operation = Operation(
             row, request, submission.tenant, submission.queue_id, number, submission.kind, submission.tokens, status
         )
@@ -202,18 +202,18 @@ class Finish:
     def _one(
         self, connection: Connection, raw: sqlite3.Connection, outcome: Outcome, stored: Stored, now: float
     ) -> Outcome:
-        also = outcome.also
-        if also is None or outcome.error is not None or outcome.cancelled:
+        in_transaction = outcome.in_transaction
+        if in_transaction is None or outcome.error is not None or outcome.cancelled:
             return self._write(raw, outcome, stored, now)
         raw.execute("SAVEPOINT outcome")
         try:
             written = self._write(raw, outcome, stored, now)
             if written is outcome:
-                also(connection)
+                in_transaction(connection)
         except ServiceError as error:
             raw.execute("ROLLBACK TO outcome")
             self.used.difference_update(stored.files)
-            refused = replace(outcome, result=None, error=error.message, category="user", also=None)
+            refused = replace(outcome, result=None, error=error.message, category="user", in_transaction=None)
             written = self._write(raw, refused, Stored(), now)
         raw.execute("RELEASE outcome")
         return written
@@ -302,13 +302,13 @@ class SqliteJournal:
         self._small = (limits or Limits()).small_bytes
 
     async def submit(
-        self, submission: Submission, also: Callable[[Any], None] | None = None
+        self, submission: Submission, in_transaction: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
         """Write an operation, or return the earlier one of the same number.
 
         Args:
             submission: the operation.
-            also: written in the same transaction if the operation is new and not refused.
+            in_transaction: called in the transaction that writes the operation, if it is new and not refused.
 
         Returns:
             The request id, and the operation, with its payload if it is new.
@@ -324,7 +324,9 @@ class SqliteJournal:
         if submission.refusal is None:
             stored = await self._store(submission.payload, self.payloads)
         try:
-            accepted, operation = await self._database.write(Submit(self.context, submission, digest, stored, also))
+            accepted, operation = await self._database.write(
+                Submit(self.context, submission, digest, stored, in_transaction)
+            )
         except Exception:
             await self.payloads.drop(stored.files)
             raise
@@ -336,7 +338,8 @@ class SqliteJournal:
         """Write outcomes in one commit.
 
         Returns:
-            The outcomes as written: an `also` may have refused, and operations that had ended are unchanged.
+            The outcomes as written: a function `in_transaction` may have refused, and operations that had ended are
+            unchanged.
 
         Raises:
             LookupError: an operation does not exist.

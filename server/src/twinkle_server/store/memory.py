@@ -15,10 +15,10 @@ from twinkle_server.store.journal import LOST_DIGEST, is_ours, new_request
 
 
 class MemoryJournal:
-    """The `Journal` of `ports`, in dictionaries; the `also` functions of operations write to a database."""
+    """The `Journal` of `ports`, in dictionaries; the `in_transaction` functions of operations write to a database."""
 
     def __init__(self, database: Database, secret: bytes) -> None:
-        """Use a database for `also` functions."""
+        """Use a database for `in_transaction` functions."""
         self._database, self._secret = database, secret
         self._operations: dict[int, Operation] = {}
         self._digests: dict[int, bytes] = {}
@@ -29,7 +29,7 @@ class MemoryJournal:
         self.reads: dict[int, float] = {}
 
     async def submit(
-        self, submission: Submission, also: Callable[[Any], None] | None = None
+        self, submission: Submission, in_transaction: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
         """See `SqliteJournal.submit`."""
         numbers = self._queues.setdefault(submission.queue_id, {})
@@ -41,8 +41,8 @@ class MemoryJournal:
             return self._repeated(numbers[number], submission, digest)
         if submission.ordered and number <= covered:
             raise Gone(f"the result of sequence number {number} of {submission.queue_id!r} has expired")
-        if also is not None and submission.refusal is None:
-            await self._database.write(also)
+        if in_transaction is not None and submission.refusal is None:
+            await self._database.write(in_transaction)
         request = new_request(self._secret, submission.tenant)
         operation = Operation(
             id=len(self._operations) + 1,
@@ -81,11 +81,11 @@ class MemoryJournal:
             raise LookupError(f"operation {outcome.operation} does not exist")
         if operation.status != "pending":
             return self._outcomes[operation.id]
-        if outcome.also is not None and outcome.error is None and not outcome.cancelled:
+        if outcome.in_transaction is not None and outcome.error is None and not outcome.cancelled:
             try:
-                await self._database.write(outcome.also)
+                await self._database.write(outcome.in_transaction)
             except ServiceError as error:
-                outcome = replace(outcome, result=None, error=error.message, category="user", also=None)
+                outcome = replace(outcome, result=None, error=error.message, category="user", in_transaction=None)
         if outcome.error is not None or outcome.cancelled:
             outcome = replace(outcome, result=None)
         operation.status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"

@@ -1,4 +1,4 @@
-"""Models. The functions run in a caller's transaction (`also`); the class has its own transactions."""
+"""Models. The functions run in a caller's transaction (`in_transaction`); the class has its own transactions."""
 
 from typing import Any
 

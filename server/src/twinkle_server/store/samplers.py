@@ -1,4 +1,4 @@
-"""Sampling sessions. The functions run in a caller's transaction (`also`); the class has its own transactions."""
+"""Sampling sessions. Functions run in a caller's transaction (`in_transaction`), the class in its own."""
 
 from sqlalchemy import Connection, func, insert, select, update
 

@@ -150,7 +150,7 @@ def _check(used: int, limit: int, what: str, remedy: str) -> None:
         raise Forbidden(f"quota exceeded: you have {used} {what} (limit of this key: {limit}); {remedy}")
 
 
-Also = Callable[[Any], None]
+InTransaction = Callable[[Any], None]
 
 
 class Limited:
@@ -179,7 +179,7 @@ class Limited:
         """The base model."""
         return self._service.info
 
-    async def submit(self, submission: Submission, also: Also | None = None) -> Accepted:
+    async def submit(self, submission: Submission, in_transaction: InTransaction | None = None) -> Accepted:
         """Submit an operation; one that exceeds a size quota is refused, because its number must be used up.
 
         Raises:
@@ -187,18 +187,18 @@ class Limited:
             Forbidden: a model to be created exceeds a quota.
         """
         OPERATION.set(names(submission))
-        accepted = await self._admitted(submission, also)
+        accepted = await self._admitted(submission, in_transaction)
         log_accepted(submission, accepted)
         return accepted
 
-    async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
+    async def _admitted(self, submission: Submission, in_transaction: InTransaction | None) -> Accepted:
         if submission.refusal is not None:
             return await self._refused(submission)
         caller = CURRENT.get()
         if caller is None or not caller.quotas or submission.kind == "unload":
-            return await self._service.submit(submission, also)
+            return await self._service.submit(submission, in_transaction)
         try:
-            accepted = await self._service.submit(submission, self._guarded(caller, submission, also))
+            accepted = await self._service.submit(submission, self._guarded(caller, submission, in_transaction))
         except Forbidden as error:
             if submission.kind == "create":
                 raise
@@ -217,14 +217,14 @@ class Limited:
             self._meter.refused(submission.tenant)
         return accepted
 
-    def _guarded(self, caller: Caller, submission: Submission, also: Also | None) -> Also:
+    def _guarded(self, caller: Caller, submission: Submission, in_transaction: InTransaction | None) -> InTransaction:
         verdict = None if self._service.awaited(submission) else self._meter.verdict(caller)
 
         def guarded(connection: Any) -> None:
             if verdict is not None:
                 raise verdict
             check_quotas(connection, caller, submission.kind, time.time())
-            if also is not None:
-                also(connection)
+            if in_transaction is not None:
+                in_transaction(connection)
 
         return guarded

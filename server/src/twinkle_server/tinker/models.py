@@ -251,7 +251,7 @@ async def _create(
     if owner.status != "active":
         raise Gone(f"session {session!r} has {owner.status}; create a new one")
 
-    def also(connection: Any) -> None:
+    def in_transaction(connection: Any) -> None:
         create = created[0]
         model = Model(
             queue_id,
@@ -272,7 +272,7 @@ async def _create(
         check_free(connection, caller.tenant, queue_id)
         models.add(connection, model)
 
-    return await submit(state, caller, queue_id, 0, "create", body, payload, also)
+    return await submit(state, caller, queue_id, 0, "create", body, payload, in_transaction)
 
 
 def _fresh(lora: Lora) -> Create:

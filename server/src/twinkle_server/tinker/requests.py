@@ -206,7 +206,7 @@ async def submit(
     kind: Kind,
     body: Body,
     payload: Callable[[], Awaitable[Payload]],
-    also: Callable[[Any], None] | None = None,
+    in_transaction: Callable[[Any], None] | None = None,
 ) -> Accepted:
     """Submit an operation of a JSON request.
 
@@ -219,7 +219,7 @@ async def submit(
         body: of the request; its content identifies a retry.
         payload: creates the payload; its permanent errors fail the operation, not the request, so that later numbers
             can run.
-        also: see `Service.submit`.
+        in_transaction: see `Service.submit`.
     """
     refusal, data = None, b"{}"
     try:
@@ -228,7 +228,7 @@ async def submit(
         refusal = error.message
     original = body.model_dump_json().encode()
     submission = Submission(caller.tenant, queue_id, kind, data, number, refusal=refusal, original=original)
-    return await state.service.submit(submission, also)
+    return await state.service.submit(submission, in_transaction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ async def change_records(clock: Clock, draw: random.Random) -> None:
         async def done(each: Operation, extra: dict[str, Any] | None = None) -> dict[str, Any]:
             outcome: Outcome = effects.done(each, extra or {}, b"body")
             demand((outcome.operation, outcome.error) == (1, None) and outcome.result is not None, f"{outcome}")
-            if outcome.also is not None:
-                await store.database.write(outcome.also)
+            if outcome.in_transaction is not None:
+                await store.database.write(outcome.in_transaction)
             return dict(orjson.loads(outcome.result or b"{}"))
 
         for kind in ("forward", "forward_backward", "optim_step", "sample"):

@@ -148,12 +148,12 @@ class _Log:
         asked = Submission("ada", queue, kind, payload, place, 3, refusal)
         ran: list[int] = []
 
-        def also(connection: Any) -> None:
+        def in_transaction(connection: Any) -> None:
             ran.append(1)
             if record:
                 recorded.add(connection, "ada", "s", queue, place, self.clock.wall())
 
-        accepted, operation = await self.journal.submit(asked, also)
+        accepted, operation = await self.journal.submit(asked, in_transaction)
         covered = self.covered[queue]
         wanted = (
             place
@@ -266,12 +266,12 @@ class _Log:
                 outcome = Outcome(row["id"], None, self.draw.choice([None, "nobody waits"]), cancelled=True)
             elif how == "refused":
 
-                def also(connection: Any) -> None:
+                def in_transaction(connection: Any) -> None:
                     raise BadRequest("there is no room")
 
-                outcome.also = also
+                outcome.in_transaction = in_transaction
             elif self.draw.random() < 0.5:
-                outcome.also = lambda connection: None
+                outcome.in_transaction = lambda connection: None
             outcomes.append(outcome)
             wanted.append((row, how, result))
         if not rows:

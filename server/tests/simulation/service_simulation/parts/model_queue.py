@@ -138,8 +138,8 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             queue.sent(flights[-1])
         elif what == "land" and flights:
             flight = flights.pop(draw.randrange(len(flights)))
-            queue.landed(flight.operation.id)
-            queue.landed(flight.operation.id)
+            queue.remove_in_flight(flight.operation.id)
+            queue.remove_in_flight(flight.operation.id)
         elif what == "attach" and ordered:
             if _moves(queue.start_attaching, legal(State.ATTACHING)):
                 state = State.ATTACHING
