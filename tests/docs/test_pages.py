@@ -209,8 +209,8 @@ def test_times_in_the_words_of_the_services_page_are_those_of_the_service() -> N
     page, times = (DOCS / "guides" / "operator" / "serving.md").read_text("utf-8"), Times()
     words = {300: "five minutes", 600: "ten minutes", 7 * 86400: "seven days"}
     assert f"after {words[int(times.session)]} without a heartbeat its session ends" in page
-    assert f"after {words[int(times.deadline)]} the engine is started anew" in page
-    assert f"stays for {words[int(times.kept_run)]}" in page
+    assert f"after {words[int(times.deadline)]} the engine is restarted" in page
+    assert f"is kept for {words[int(times.kept_run)]}" in page
     assert times.poll <= 31, "clients are promised an answer to every poll within that time"
 
 
