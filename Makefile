@@ -5,7 +5,8 @@ WORKERS ?= 3
 TESTS ?=
 TWINKLE_MEMORY_LIMIT ?= 4GB
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Modules are compiled when they are first imported: compiling all of them would take most of the installation.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # Hundreds of processes are started, also where the environment forbids bytecode: each would compile the code again.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* hub/src/twinkle* plugins/*/src/twinkle* server/src/twinkle* templates/src/twinkle*))
@@ -89,6 +90,6 @@ clean:  ## Remove what the tools left; .venv and runs stay
 
 .venv/installed: .venv/members requirements-dev.txt requirements-cookbook.txt
 	@echo "Adding the tools of developers to .venv: tests, linters, documentation, the clients that are tested."
-	$(PIP) --no-build-isolation -r requirements.txt -r requirements-dev.txt -r requirements-cookbook.txt -c constraints.txt
+	$(PIP) -r requirements-dev.txt -r requirements-cookbook.txt -c constraints.txt
 	$(PIP) --no-deps tinker-cookbook -c constraints.txt
 	@touch $@

@@ -163,7 +163,7 @@ def twinkle_configure(config: Mapping[str, Any]) -> None:
 
 @hookspec
 def twinkle_run_start(run: "Run") -> None:
-    """A run has started: its folder exists, `run.config` is written, no step has been made."""
+    """A run has started: its folder exists, `run.config` is written, and no step has run yet."""
 
 
 @hookspec

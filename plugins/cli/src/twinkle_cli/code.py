@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from twinkle_registry.trust.review import Proposal
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-_yes = click.option("--yes", is_flag=True, help="Accept without being asked.")
+_yes = click.option("--yes", is_flag=True, help="Accept without confirmation.")
 
 
 @click.command(short_help="Look at code and trust it: a Hub repository, a file or an installed plugin.")
@@ -21,7 +21,7 @@ _yes = click.option("--yes", is_flag=True, help="Accept without being asked.")
 @_json
 @click.pass_context
 def add(ctx: click.Context, references: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Show what code is and does, ask, and write it to twinkle.lock.
+    """Show what the code contains and uses, ask for confirmation, and record it in twinkle.lock.
 
     REFERENCE is `hf://org/repo`, `hf://org/repo@revision`, `./folder` (the same as `file:///path/to/folder`),
     `./file.py` or the name of an installed plugin. With --json and without --yes nothing is asked and nothing changes;
@@ -41,7 +41,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
     """Lock every installed plugin, and renew the entries of Hub repositories and local files.
 
     Changes in a repository or a file are shown for confirmation, as in `add`; declined entries stay unchanged.
-    Exit code 1 if something was declined or could not be asked.
+    Exit code 1 if something was declined or could not be confirmed.
     """
     shown: list[Proposal] = []
     # Plugins installed with pip run without confirmation; locking them only records their versions and files.

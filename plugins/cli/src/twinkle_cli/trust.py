@@ -42,7 +42,7 @@ _folder = click.argument("folder", default=".", type=click.Path(exists=True, fil
 
 @click.command(short_help="Apply twinkle.toml and twinkle.lock of a folder, and allow testing its code.")
 @_folder
-@click.option("--yes", is_flag=True, help="Trust it without being asked.")
+@click.option("--yes", is_flag=True, help="Trust it without confirmation.")
 @click.option("--list", "listing", is_flag=True, help="List what is trusted instead.")
 @_json
 def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The gated MLP of Llama and its like, which keeps one tensor less for the backward."""
+"""The gated MLP of Llama and its like, which stores one tensor less for the backward pass."""
 
 from typing import Any
 

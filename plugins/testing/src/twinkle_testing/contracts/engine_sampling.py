@@ -101,7 +101,7 @@ def lengths(case: EngineCase) -> None:
 
 
 def seeds(case: EngineCase) -> None:
-    """A seed gives the same tokens beside any other request; another seed or sample gives others."""
+    """A seed gives the same tokens whatever other requests run; another seed or sample gives other tokens."""
     params: dict[str, Any] = {"max_tokens": 8, "temperature": 1.5, "stop": [], "logprobs": None}
     alone = case.tokens(seed=5, **params)
     engine, submitted = case.engine, []

@@ -206,7 +206,7 @@ def accumulation(case: ModelCase) -> None:
 
 
 def acts_at_k(case: ModelCase) -> None:
-    """With `gradient_accumulation_steps=2` updates occur at backward 2 and 4, not 1 and 3; `flush` does the last."""
+    """With `gradient_accumulation_steps=2` updates occur at backward 2 and 4, not 1 and 3; `flush` makes the last."""
     model, options = case.ready(), {"gradient_accumulation_steps": 2}
     before = parameters(model)
     for number in range(1, 5):
