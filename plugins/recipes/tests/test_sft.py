@@ -331,7 +331,7 @@ def test_a_nan_loss_stops_and_keeps_the_batch(values: dict[str, Any]) -> None:
     batch = json.loads((folder / "nonfinite_batch.json").read_text())
     assert len(batch) == 4
     assert all(isinstance(token, int) for token in batch[0]["input_ids"])
-    assert f"kept in {folder.relative_to(Path.cwd())}/nonfinite_batch.json" in str(caught.value)
+    assert f"saved in {folder.relative_to(Path.cwd())}/nonfinite_batch.json" in str(caught.value)
     assert [line["step"] for line in lines(folder)] == [1, 2]
     assert (folder / "loss.png").is_file()
 

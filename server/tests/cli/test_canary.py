@@ -267,8 +267,7 @@ def test_a_failure_that_nobody_foresaw_is_logged_without_it() -> None:
     scope = {"type": "http", "method": "POST", "path": "/broken", "query_string": f"key={key}".encode()}
     scope["headers"] = [(b"x-api-key", key.encode()), (b"authorization", f"Bearer {key}".encode())]
     application = create_application(None, None, None, router=router)  # type: ignore[arg-type]
-    with pytest.raises(ZeroDivisionError):  # Starlette raises it again after the answer
-        asyncio.run(application(scope, receive, send))
+    asyncio.run(application(scope, receive, send))
     assert sent[0]["status"] == 500
     assert b"ZeroDivision" not in sent[1]["body"]
     assert "ZeroDivisionError" in stream.getvalue()
