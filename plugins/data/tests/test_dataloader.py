@@ -1,6 +1,8 @@
 """The data loader: batches, data ranks, resume, failing rows; and what it refuses."""
 
 import itertools
+from multiprocessing import active_children
+from typing import Any
 
 import numpy
 import pytest
@@ -257,6 +259,25 @@ def test_when_too_many_rows_fail_the_error_is_raised() -> None:
         read(DataLoader(rows, batch_size=5, max_retries=0))
     with pytest.raises(DataError, match="row 0 could not be loaded"):
         read(DataLoader(rows, batch_size=5, num_workers=1))
+
+
+def test_after_an_error_of_a_worker_no_process_is_left() -> None:
+    before = active_children()
+    with pytest.raises(DataError, match="Original Traceback") as caught:
+        read(DataLoader(Flaky(dict.fromkeys(range(10), FOR_EVER)), batch_size=5, num_workers=1))
+    assert active_children() == before
+    assert "row 0 could not be loaded" in str(caught.value)
+
+
+def test_an_error_in_this_process_has_its_traceback() -> None:
+    def broken(rows: list[Any]) -> None:
+        raise ValueError(f"{len(rows)} rows")
+
+    loader = DataLoader(numbers(4), batch_size=2)
+    loader.set_processor(broken)
+    with pytest.raises(ValueError, match="2 rows") as caught:
+        read(loader)
+    assert caught.traceback[-1].name == "broken"
 
 
 # What it refuses

@@ -273,9 +273,11 @@ class DataLoader:
             for number, rows in enumerate(loader):
                 self._consumed += len(batches[number])
                 yield rows
-        except Exception as error:
-            # Frames of torch in the traceback would keep its iterator alive until the garbage collector finds it, which
-            # then waits 5 seconds for each worker process.
+        except Exception as error:  # whatever a data set or a processor raises
+            if not self._torch_options.get("num_workers"):
+                raise
+            # The message has the traceback of the worker. That of torch here would keep its iterator alive until the
+            # garbage collector finds it, which then waits 5 seconds for each worker process.
             raise error.with_traceback(None) from error.__cause__
 
     @_remote
