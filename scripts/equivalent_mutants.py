@@ -52,7 +52,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "Checkpoint",
         "train_",
         "True -> False",
-        "whoever makes a row of a checkpoint says which layers are adapted",
+        "every caller that creates the row of a checkpoint passes the adapted layers",
     ),
     Equivalent(
         "_vacuum",

@@ -37,8 +37,8 @@ def editor(registry: Registry, says: bool = True) -> LockEditor:
 
 
 def problems(registry: Registry, **options: bool) -> dict[str, str]:
-    found = verify(registry.records, lambda scheme: open_hub(scheme, registry, context=scheme), **options)
-    return {entry.name: entry.problem for entry in found}
+    report = verify(registry.records, lambda scheme: open_hub(scheme, registry, context=scheme), **options)
+    return {entry.name: entry.problem for entry in report}
 
 
 def write_record(site: Any, acme: Path) -> None:

@@ -66,7 +66,7 @@ def check_books(life: Life) -> None:
     flights = {number: flight for queue in queues.values() for number, flight in queue.in_flight.items()}
     demand(flights == dispatcher.in_flight, "what the engine has")
     first = [flight.operation for flight in flights.values() if not flight.replay]
-    demand(all(each.request in futures._open for each in first), "nobody can wait for what the engine has")
+    demand(all(each.request in futures._open for each in first), "an operation in flight has no open future")
     demand({queue for queue in queues.values() if queue.sending} == set(dispatcher._senders), "which queues send")
     room = sum(flight.size + 512 for flight in flights.values())
     demand(
@@ -182,10 +182,10 @@ def check_usage(world: World, raw: sqlite3.Connection) -> None:
     names = "CASE kind WHEN 'sample' THEN 'sampling_sample' ELSE 'training' END"
     kinds = "('forward', 'forward_backward', 'sample')"
     query = f"SELECT tenant, {names}, sum(tokens) FROM operations WHERE status = 'done' AND kind IN {kinds}"
-    wanted = {row[:2]: row[2] for row in map(tuple, raw.execute(f"{query} AND tokens > 0 GROUP BY 1, 2"))}
-    found = map(tuple, raw.execute("SELECT tenant, kind, sum(tokens) FROM usage WHERE tenant < 'x' GROUP BY 1, 2"))
-    usage = {row[:2]: row[2] for row in found if row[1] != "storage"}
-    demand(usage == wanted, f"the usage is {usage}, not {wanted}")
+    expected = {row[:2]: row[2] for row in map(tuple, raw.execute(f"{query} AND tokens > 0 GROUP BY 1, 2"))}
+    rows = map(tuple, raw.execute("SELECT tenant, kind, sum(tokens) FROM usage WHERE tenant < 'x' GROUP BY 1, 2"))
+    usage = {row[:2]: row[2] for row in rows if row[1] != "storage"}
+    demand(usage == expected, f"the usage is {usage}, not {expected}")
 
 
 def check_directory(world: World, clients: "list[Client]") -> None:

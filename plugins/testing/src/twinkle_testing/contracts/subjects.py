@@ -153,8 +153,8 @@ def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
 
     place, _, name = text.rpartition(":")
     module = file_module(place, context=repr(text))
-    found = attribute(module, name, context=repr(text), absent=ComponentNotFound, shown=place)
-    return [(text, kind_of(found, text))]
+    component = attribute(module, name, context=repr(text), absent=ComponentNotFound, shown=place)
+    return [(text, kind_of(component, text))]
 
 
 def file_module(place: str, *, context: str) -> ModuleType:

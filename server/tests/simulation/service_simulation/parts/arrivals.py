@@ -17,8 +17,8 @@ from twinkle_server.runtime.sessions import Heartbeats
 
 async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
     """Until when a request may still come follows from those that came."""
-    kept = draw.choice([2, 4096])
-    with mock.patch.object(arrivals_module, "_KEPT", kept):
+    most = draw.choice([2, 4096])
+    with mock.patch.object(arrivals_module, "_KEPT", most):
         arrivals = Arrivals(35.0)
         never = float("-inf")
         slow: OrderedDict[str, float] = OrderedDict()
@@ -44,7 +44,7 @@ async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
                     again.pop(owner, None)
                     again[owner] = clock.now
                 for times in (slow, again):
-                    while len(times) > kept:
+                    while len(times) > most:
                         times.popitem(last=False)
             elif what == "sleep":
                 await asyncio.sleep(draw.choice([0.5, 1.0, 3.0, 40.0]))
@@ -52,8 +52,8 @@ async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
                 arrivals.expect_resends()
                 everybody = clock.now
             for name in ("ada", "bob", "eve", "zoe"):
-                mine = [since for owner, since, _, _ in running if owner == name]
-                last = clock.now if mine and clock.now - min(mine) > 1.0 else slow.get(name, never)
+                starts = [since for owner, since, _, _ in running if owner == name]
+                last = clock.now if starts and clock.now - min(starts) > 1.0 else slow.get(name, never)
                 until = max(last + 10.0, again.get(name, never) + 35.0, everybody + 35.0)
                 demand(arrivals.expected_until(name, 10.0) == until, f"until when requests of {name} may come")
             demand(len(arrivals._active) == len({owner for owner, _, _, _ in running}), "who is on the way")

@@ -62,7 +62,7 @@ async def _resume(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
     await runtime.start()
     open_ = [] if covered is None else [covered, *pending]
     demand(runtime.futures.waiting["ada"] == len(open_), f"{runtime.futures.waiting} wait")
-    demand(all(runtime.futures.find(each.request, "ada") for each in open_), "nobody can wait for what is pending")
+    demand(all(runtime.futures.find(each.request, "ada") for each in open_), "a pending operation has no open future")
     expected = runtime.arrivals.expected_until("ada", 1.0)
     demand(expected == (begin + TIMES.resend if pending else float("-inf")), f"requests may come until {expected}")
     await life.ready()
