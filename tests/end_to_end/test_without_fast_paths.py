@@ -39,7 +39,7 @@ def test_every_demo_of_the_makefile_has_the_limit_that_the_documentation_states(
     assert "TWINKLE_MEMORY_LIMIT=$(TWINKLE_MEMORY_LIMIT)" in demo
     number = stated().removesuffix("GB")
     page = (ROOT / "docs/guides/researcher/recipes.md").read_text("utf-8")
-    assert f"The demos of the Makefile set it to {number} GB" in page
+    assert f"The demo targets of the Makefile set this variable to {number} GB" in page
 
 
 @pytest.mark.soak
