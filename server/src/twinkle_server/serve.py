@@ -155,6 +155,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     stop = _stop_on_signals()
     store = open_store(settings.data, limits=settings.limits, times=settings.times, take_over=settings.take_over)
     try:
+        _print(f"Loading {settings.served_name} ...")
+        presence = _presence(settings, listener, store.secret)
+        status.announce(settings.data, presence)
         await _check_keys(settings, store)
         await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
@@ -169,19 +172,25 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
                 importlib.import_module, "twinkle_server.application"
             )  # while the engine starts
             application = assembly.assemble(settings, store, service, metrics)
-            return await _answer(settings, application, service, store, listener, stop)
+            return await _answer(settings, application, service, store, listener, presence, stop)
         finally:
-            status.withdraw(settings.data)
             await service.close()
             await usage.flush()
     except EngineFailed as error:
         raise ModelLoadError(f"the engine cannot start: {last_words(str(error))}") from error
     finally:
+        status.withdraw(settings.data)
         store.close()
 
 
 async def _answer(
-    settings: Settings, application: Any, service: Service, store: Store, listener: socket.socket, stop: asyncio.Event
+    settings: Settings,
+    application: Any,
+    service: Service,
+    store: Store,
+    listener: socket.socket,
+    presence: status.Presence,
+    stop: asyncio.Event,
 ) -> int:
     """Handle requests until a signal arrives, then drain; return the exit code."""
     server = _server(application)
@@ -197,7 +206,7 @@ async def _answer(
             await _first_key(settings, store)
             if not service.info.tokenizer:
                 _print(no_tokenizer(settings.model))
-            _print_ready(settings, listener, store.secret)
+            _show_ready(settings, presence, listener)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not service.lost.is_set():
             await service.drain()
@@ -283,12 +292,17 @@ async def _first_key(settings: Settings, store: Store) -> None:
         _print(f"Operator key (shown only once): {key}")
 
 
-def _print_ready(settings: Settings, listener: socket.socket, secret: bytes) -> None:
+def _presence(settings: Settings, listener: socket.socket, secret: bytes) -> status.Presence:
+    """Return what commands on this machine need to find this server, before it is ready."""
+    url = local_url(*listener.getsockname()[:2])
+    return status.Presence(os.getpid(), url, settings.served_name, time.time(), folder_token(secret), ready=False)
+
+
+def _show_ready(settings: Settings, presence: status.Presence, listener: socket.socket) -> None:
+    """Tell commands on this machine and the reader of standard output that the service is ready."""
+    status.announce(settings.data, replace(presence, ready=True))
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    token = folder_token(secret)
-    presence = status.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time(), token)
-    status.announce(Path(settings.data), presence)
     _print(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
 
 

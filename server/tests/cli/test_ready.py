@@ -67,7 +67,7 @@ def test_a_pass_that_fails_whole_is_told_until_one_works(service: Served, model:
     assert facts["last_pass"] == "the last pass failed as a whole; the log says why"
     assert httpx.get(f"{service.url}/healthz", trust_env=False).status_code == 200
     model.forward_backward([row([GOOD, 2, 3])])
-    assert ready(service) == (200, {**facts, "status": "ready", "last_pass": "worked"})
+    assert ready(service) == (200, {**facts, "status": "ready", "last_pass": "no failure"})
 
 
 def test_users_mistakes_change_nothing(service: Served, model: RawModel) -> None:
@@ -87,7 +87,7 @@ def test_an_engine_that_died_is_told_until_the_next_one_is_up(service: Served, m
     assert facts["engine"] == "starting"
     assert "SIGKILL" in facts["last_pass"]
     facts = wait(service, lambda status, _: status == 200)
-    assert (facts["engine"], facts["last_pass"]) == ("up", "worked")
+    assert (facts["engine"], facts["last_pass"]) == ("up", "no failure")
     bad = model.submit_pass([row([FATAL, 2, 3])])
     wait(service, lambda status, _: status == 503)
     with pytest.raises(Failed, match="the engine died, twice"):
@@ -141,7 +141,7 @@ def test_a_disk_that_takes_nothing_is_told_until_it_does(tmp_path: Path) -> None
                 assert refused.status_code == 503
                 assert int(refused.headers["retry-after"]) >= 1
                 status, facts = ready(service)
-                assert (status, facts["store"], facts["last_pass"]) == (503, "the last commit failed", "worked")
+                assert (status, facts["store"], facts["last_pass"]) == (503, "the last commit failed", "no failure")
                 time.sleep(2.5)  # longer than it takes until the service looks again
                 assert ready(service)[0] == 503
             wait(service, lambda status, _: status == 200)

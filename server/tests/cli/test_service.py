@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import sqlite3
 import time
@@ -16,6 +17,8 @@ from ledger_engine import ENGINE, MODEL
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
 from twinkle_server.cli.serve import main as serve
 from twinkle_server.cli.server import main as server
+from twinkle_server.store.opening import open_store
+from twinkle_server.telemetry.status import Presence, announce
 
 from .conftest import KEY, READY, Process
 
@@ -37,7 +40,7 @@ def status_of(client: httpx.Client) -> int:
 def test_the_first_start_shows_one_key_and_one_line(service: Process) -> None:
     assert len(KEY.findall(service.said)) == 1
     assert len(READY.findall(service.said)) == 1
-    assert len(service.said.splitlines()) == 3  # the third says that the model has no tokenizer
+    assert len(service.said.splitlines()) == 4  # also that it loads, and that the model has no tokenizer
     with service.client() as client:
         models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
     assert models[0]["model_name"] == "ledger/model"
@@ -129,6 +132,15 @@ def test_status_asks_the_server(service: Process) -> None:
     assert shown.startswith(f"serves ledger/model at {service.url} (pid ")
 
 
+def test_status_tells_that_a_server_starts(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    open_store(data).close()
+    announce(data, Presence(os.getpid(), "http://127.0.0.1:1", "tiny", time.time(), ready=False))
+    assert run("status", "--data", str(data)).startswith(f"the server (pid {os.getpid()}) is starting; status from its")
+    fields = json.loads(run("status", "--data", str(data), "--json"))
+    assert (fields["running"], fields["starting"], fields["silent"]) == (False, True, os.getpid())
+
+
 def test_what_changes_something_is_in_the_audit(service: Process) -> None:
     with service.client() as client:
         client.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
@@ -154,7 +166,8 @@ def test_sigterm_ends_it_well_and_the_next_start_shows_no_key(tmp_path: Path) ->
     assert run("status", "--data", str(process.data)).startswith("no server runs on this folder")
     try:
         process.start()
-        assert len(process.said.splitlines()) == 2
+        lines = process.said.splitlines()
+        assert [line.split()[0] for line in lines] == ["Loading", "Warning:", "Twinkle"]
         with process.client(key) as client:
             assert status_of(client) == 200
     finally:

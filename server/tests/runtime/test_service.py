@@ -406,7 +406,7 @@ def test_facts_say_why_no_work_would_be_done(tmp_path: Path) -> None:
             await at.service.wait_ready()
             assert at.service.ready() == (
                 True,
-                {"engine": "up", "last_pass": "worked", "store": "writable", "draining": False, "paths": []},
+                {"engine": "up", "last_pass": "no failure", "store": "writable", "draining": False, "paths": []},
             )
             assert (await at.service.status())["models"] == {}
             await at.service.drain()

@@ -25,6 +25,17 @@ def test_a_server_that_runs_is_found_until_it_withdraws(tmp_path: Path) -> None:
     assert find(tmp_path) is None
 
 
+def test_a_server_withdraws_only_itself(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        successor = Presence(other.pid, "http://127.0.0.1:1", "model", 1.0)
+        announce(tmp_path, successor)
+        withdraw(tmp_path)
+        assert find(tmp_path) == successor
+        other.communicate(b"\n")
+    withdraw(tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
 def test_one_that_was_killed_is_not(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(30)

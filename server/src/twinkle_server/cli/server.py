@@ -115,9 +115,11 @@ def status(data: Path, as_json: bool) -> None:
         with user_errors():
             check_database(data)
             check_whole(data)
-        fields = {"running": False, "silent": presence and presence.pid, **with_store(data, _figures)}
+        starting = presence is not None and not presence.ready
+        fields = {"running": False, "silent": presence and presence.pid, "starting": starting}
+        fields |= with_store(data, _figures)
     else:
-        fields = {"running": True, **fields}
+        fields = {"running": True, "starting": fields["engine"] == "starting", **fields}
     echo(fields, as_json, list(_status_lines(fields)))
 
 
@@ -167,13 +169,16 @@ def _line(key: "Key") -> str:
 def _status_lines(fields: dict[str, Any]) -> list[str]:
     if fields["running"]:
         up = time.time() - fields["started"]
-        lines = [f"serves {fields['model']} at {fields['url']} (pid {fields['pid']}, up {_span(up)})"]
+        verb = "loads" if fields["starting"] else "serves"
+        lines = [f"{verb} {fields['model']} at {fields['url']} (pid {fields['pid']}, up {_span(up)})"]
+    elif fields["starting"]:
+        lines = [f"the server (pid {fields['silent']}) is starting; status from its folder:"]
     elif fields["silent"]:
         lines = [f"the server (pid {fields['silent']}) does not respond; status from its folder:"]
     else:
         lines = ["no server runs on this folder"]
     for name, value in fields.items():
-        if name in ("running", "silent", "pid", "url", "model", "started"):
+        if name in ("running", "silent", "starting", "pid", "url", "model", "started"):
             continue
         if name == "paths":
             lines += [f"fast path {path['summary']}" for path in value]

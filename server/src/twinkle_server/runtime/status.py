@@ -143,7 +143,7 @@ class RuntimeStatus:
         good = engine == "up" and troubled is None and store is None and not self.draining
         return good, {
             "engine": engine,
-            "last_pass": troubled or "worked",
+            "last_pass": troubled or "no failure",
             "store": store or "writable",
             "draining": self.draining,
             "paths": [dict(path) for path in self._info().paths],

@@ -26,7 +26,7 @@ FOLDER_TOKEN = "X-Twinkle-Folder"
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A server that runs or was killed.
+    """A server that starts, runs, or was killed.
 
     Attributes:
         pid: of its API process.
@@ -34,6 +34,7 @@ class Presence:
         name: of the model for clients.
         started: UTC seconds.
         token: proves to the server that the client can read the file; see `health.Access`.
+        ready: whether it has become ready; before, its URL may not respond yet.
     """
 
     pid: int
@@ -41,6 +42,7 @@ class Presence:
     name: str
     started: float
     token: str = ""
+    ready: bool = True
 
 
 def announce(data: Path, presence: Presence) -> None:
@@ -52,12 +54,14 @@ def announce(data: Path, presence: Presence) -> None:
 
 
 def withdraw(data: Path) -> None:
-    """Remove the file."""
-    (data / FILE).unlink(missing_ok=True)
+    """Remove the file, unless a server in another process has written it."""
+    presence = find(data)
+    if presence is None or presence.pid == os.getpid():
+        (data / FILE).unlink(missing_ok=True)
 
 
 def find(data: Path) -> Presence | None:
-    """Return the server that runs on a data directory; None if there is none."""
+    """Return the server that starts or runs on a data folder; None if there is none."""
     try:
         presence = Presence(**orjson.loads((data / FILE).read_bytes()))
         os.kill(presence.pid, 0)

@@ -124,7 +124,8 @@ def _check_states(service: Service) -> None:
     demand(good is (wanted_good and not service.runtime_status.draining), f"it is ready: {good}, {facts}")
     demand(facts["store"] == (store or ("writable" if healthy else "the last commit failed")), f"{facts}")
     demand(
-        facts["last_pass"] == (supervisor.troubled or service.runtime_status.last_pass.trouble or "worked"), f"{facts}"
+        facts["last_pass"] == (supervisor.troubled or service.runtime_status.last_pass.trouble or "no failure"),
+        f"{facts}",
     )
 
 

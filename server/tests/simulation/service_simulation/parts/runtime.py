@@ -130,7 +130,7 @@ async def _count(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
         await asyncio.sleep(0.1)
         life.child.say(messages.PASSED, kind="optim_step", tokens=3)
         await asyncio.sleep(0.1)
-        shown = "the last optimizer step failed as a whole; the log says why" if trouble else "worked"
+        shown = "the last optimizer step failed as a whole; the log says why" if trouble else "no failure"
         demand(runtime.ready()[1]["last_pass"] == shown and runtime.ready()[0] is not trouble, f"{runtime.ready()}")
     if draw.random() < 0.3:
         await life.submit(6)
@@ -139,7 +139,7 @@ async def _count(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
         life.child.die()
         await asyncio.sleep(1.0)
         await life.ready()
-        demand(runtime.ready()[1]["last_pass"] == "worked", "a new engine is in trouble")
+        demand(runtime.ready()[1]["last_pass"] == "no failure", "a new engine is in trouble")
         return
     life.child.say("nonsense")
     life.child.say(messages.SNAPSHOTTED, queue_id="nowhere", number=1, folder="snapshots/q", digest="", size=11)
