@@ -156,6 +156,7 @@ def test_a_protocol_with_a_call_is_not_fulfilled_by_every_class(
         ("acme/", "loss 'acme/' has no name; write a name, 'plugin/Name'"),
         ("", "loss '' has no name; write a name"),
         ("./file.py", "loss './file.py' is a file; add the name of a component: './file.py:Name'"),
+        ("./folder", "loss './folder' is a path; give a file and the name of a component: './file.py:Name'"),
         ("file.py", "loss 'file.py' is a file; add the name of a component: 'file.py:Name'"),
         ("./file.py:", "add the name of a component: './file.py:Name'"),
         ("hf://org/repo@main#Loss", "no installed plugin reads hf://; run: pip install twinkle-hub"),

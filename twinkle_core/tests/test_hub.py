@@ -88,7 +88,9 @@ def test_an_id_that_neither_hub_nor_disk_has_is_told_of_both(folder, shelf, monk
     monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "shelf")
     monkeypatch.chdir(folder.parent.parent)
     with pytest.raises(
-        HubError, match=r"no shelf of that name; there is no local .*qwen3-tinny' either \(nearest: .*tiny"
+        HubError,
+        match=r"no shelf of that name; there is no local .*qwen3-tinny' either \(nearest: .*tiny.*\); for another hub, "
+        r"write its scheme, such as hf://models/qwen3-tinny$",
     ):
         local_model("models/qwen3-tinny")
 

@@ -24,10 +24,13 @@ class FileHub(Hub):
 
     def download_model(self, reference: str) -> Path:
         """Return the folder itself, or the GGUF file."""
-        path = folder_of(reference)
-        if not path.exists():
+        self.check_model(reference)
+        return folder_of(reference)
+
+    def check_model(self, reference: str) -> None:
+        """Raise `HubError` if the folder does not exist; see `Hub.check_model`."""
+        if not (path := folder_of(reference)).exists():
             raise HubError(f"{reference}: there is no {path}")
-        return path
 
     def download_file(
         self,

@@ -160,7 +160,7 @@ def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plug
     lines = told("list").splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("acme_bad "))
     assert lines[place + 1].startswith(
-        "  a component requires acme-telescope>=3, acme.telescope>=3, not installed; see"
+        "  not installed, but required by some components: acme-telescope>=3, acme.telescope>=3; see"
     )
     assert "lacks" in told("info", "acme_bad")
 

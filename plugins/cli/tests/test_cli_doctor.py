@@ -85,12 +85,14 @@ requires = ["{requires}"]
 """
 
 
-def test_a_missing_requirement_names_the_extra_that_brings_it(make_plugin: Make) -> None:
+def test_a_missing_requirement_names_the_smallest_extra_that_brings_it(make_plugin: Make) -> None:
     wanted = [("A", "surely-not-there>=3"), ("B", "nor-this"), ("C", "twinkle-data[gguf]>=9")]
     parts = "".join(NEEDY.replace("{name}", name).replace("{requires}", text) for name, text in wanted)
     folder = make_plugin("acme_extra", parts, parts="X = 1")
     with (info_of(folder, "acme_extra") / "METADATA").open("a") as file:
-        file.write("Provides-Extra: dev\nRequires-Dist: Surely_Not.There>=3; extra == 'far'\nProvides-Extra: far\n")
+        file.write("Provides-Extra: all\nRequires-Dist: Surely_Not.There>=3; extra == 'all'\n")
+        file.write("Requires-Dist: click; extra == 'all'\nProvides-Extra: dev\n")
+        file.write("Requires-Dist: Surely_Not.There>=3; extra == 'far'\nProvides-Extra: far\n")
     assert [text.partition(" -> ")[2] for text in found("missing requirement") if "acme_extra" in text] == [
         "pip install 'nor-this'",
         "pip install 'twinkle-data[gguf]>=9'",

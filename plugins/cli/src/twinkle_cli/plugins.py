@@ -44,7 +44,8 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
             click.echo(f"  {_in_one_line(reason_with_lines(record))}")
         if plain["lacks"]:
             click.echo(
-                f"  a component requires {', '.join(plain['lacks'])}, not installed; see: twinkle plugins doctor"
+                f"  not installed, but required by some components: {', '.join(plain['lacks'])}; "
+                "see: twinkle plugins doctor"
             )
     click.echo("the names of one kind: twinkle plugins list KIND, such as loss")
 

@@ -56,6 +56,12 @@ class BuiltinHub(Hub):
         _refuse(kwargs, reference)
         return fetch(reference)
 
+    def check_model(self, reference: str) -> None:
+        """Raise `ComponentNotFound` if no model has this name; see `Hub.check_model`."""
+        from twinkle_data.models import find
+
+        find(reference)
+
 
 def _name(reference: str) -> str:
     return reference.removeprefix(_SCHEME).strip("/").lower().replace("_", "-")

