@@ -48,7 +48,7 @@ def served(folder: Path, journal: str, **settings: Any) -> Iterator[str]:
     """Run the service and give its address.
 
     Args:
-        folder: for its data directory.
+        folder: for its data folder.
         journal: "durable" as shipped, or "memory", which forgets.
         **settings: further fields of `Settings`.
     """

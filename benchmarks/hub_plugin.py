@@ -1,10 +1,10 @@
-"""CPU time of loading a locked Hub plugin from the cache, over the same package installed by pip.
+"""CPU time of loading a locked hub plugin from the cache, over the same package installed by pip.
 
     python benchmarks/hub_plugin.py
 
 A plugin of one module and one of 20 modules (about 2,000 lines) are made on the spot, once as a repository that is
 added and locked, once as an installed package with compiled modules. A new process each time finds all plugins and
-resolves the loss by its name, which is timed. The Hub plugin is looked up in lock and policy, its files are hashed,
+resolves the loss by its name, which is timed. The hub plugin is looked up in lock and policy, its files are hashed,
 and its modules are compiled anew, since a stored `.pyc` is never run. Goals: at most 40 ms more with one module, 80 ms
 more with 20.
 """
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def measure(folder: Path, modules: int) -> tuple[list[float], list[float]]:
-    """Return milliseconds of CPU for the Hub plugin and for the installed one, round by round; the first is dropped."""
+    """Return milliseconds of CPU for the hub plugin and for the installed one, round by round; the first is dropped."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     repository = write_package(folder / "acme_bench", modules)
     site = folder / "site"

@@ -6,7 +6,7 @@ With an engine that computes nothing ("ledger") and with a tiny random Qwen3 ("p
 start), each once with a fresh snapshot and once with 200 operations behind the last one (100 passes, 100 steps), which
 are done again when the model is next asked for something. Seconds from the kill until `/readyz` says yes, and until a
 pass is done that was asked for as soon as somebody listened. After a kill of everything the service is started at once.
-Before that: seconds from the command until `/readyz` says yes, on a new data directory and on one that is there.
+Before that: seconds from the command until `/readyz` says yes, on a new data folder and on one that is there.
 
 No goal for the seconds. What was done again is counted, and a pass after the kill must tell what one before it told:
 which rows were applied (ledger), or log-probabilities within 1e-5 (pool); otherwise the exit code is 1.

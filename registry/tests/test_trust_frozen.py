@@ -1,4 +1,4 @@
-"""A frozen run uses what the lock lists, as it was locked: plugins of pip, modules, local files and Hub code alike."""
+"""A frozen run uses what the lock lists, as it was locked: plugins of pip, modules, local files and hub code alike."""
 
 import base64
 import hashlib
@@ -260,7 +260,7 @@ def test_renewing_asks_for_branches_that_moved_and_keeps_what_is_declined(hub: A
 
 def test_adding_what_is_not_there_says_what_may_be_added(acme: Path, house: House) -> None:
     with pytest.raises(
-        ComponentNotFound, match=r"no plugin 'acmee' is installed; nearest: 'acme'; write code from a Hub as"
+        ComponentNotFound, match=r"no plugin 'acmee' is installed; nearest: 'acme'; write code from a hub as"
     ):
         editor(house()).add("acmee")
     with pytest.raises(ComponentNotFound, match=r"there is no file .*missing\.py"):

@@ -1,4 +1,4 @@
-"""Code from a Hub: refused until somebody added it, then a plugin like any other, under a module name of its own."""
+"""Code from a hub: refused until somebody added it, then a plugin like any other, under a module name of its own."""
 
 import hashlib
 import importlib
@@ -280,7 +280,7 @@ def test_data_files_are_read_through_importlib_resources(hub: Any, registry: Reg
         assert stream.read() == "ä\r\nb".encode()
     with importlib.resources.as_file(files / "data" / "words.txt") as path:
         assert path.read_bytes() == "ä\r\nb".encode()
-    with pytest.raises(ValueError, match="files from a Hub are read-only"):
+    with pytest.raises(ValueError, match="files from a hub are read-only"):
         (files / "data" / "words.txt").open("w")
     with pytest.raises(FileNotFoundError):
         (files / ".." / "files.sha256").read_bytes()

@@ -148,7 +148,7 @@ def test_a_list_that_was_not_signed_as_it_must_be_is_an_error_and_never_obeyed(
     ):
         Path("revoked.json").write_bytes(content)
         registry = house()
-        with pytest.raises(NotTrusted, match=r"cannot determine whether code from a Hub is revoked: .*revoked\.json"):
+        with pytest.raises(NotTrusted, match=r"cannot determine whether code from a hub is revoked: .*revoked\.json"):
             registry.resolve("hf://acme/focal", "loss")
         dropped, (problem,) = registry.drop_forbidden(0.0)
         assert (dropped, "revoked.json" in problem) == ([], True)

@@ -1,4 +1,4 @@
-"""Lines 109 to 111: the unmodified cookbook's recipes against our service and a tiny model, without a Hub.
+"""Lines 109 to 111: the unmodified cookbook's recipes against our service and a tiny model, without a hub.
 
 Each recipe runs in a process of its own, as its users run it; there every address but this machine's is
 refused.

@@ -1,6 +1,6 @@
 """Line 112: the unmodified cookbook's `rl_loop` with its default loss, to a reward that rises.
 
-The loop asks for a data set and a tokenizer of the Hub by name. Here both are objects that a script puts in their
+The loop asks for a data set and a tokenizer of the hub by name. Here both are objects that a script puts in their
 place; `rl_loop` itself, its defaults and what it sends are as they were published.
 """
 

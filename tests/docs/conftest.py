@@ -19,12 +19,12 @@ STRANGERS = ("acme_losses", "acme_focal", "acme_tapered")
 REAL_MODEL = "builtin://smollm2-135m-instruct"
 
 
-ON_A_HUB = ("hub-plugins.md",)  # pages that read from and write to a Hub: a fake one on loopback answers
+ON_A_HUB = ("hub-plugins.md",)  # pages that read from and write to a hub: a fake one on loopback answers
 
 
 @pytest.fixture(autouse=True)
 def fake_hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Hub for the pages that need one, with caches of its own and a token that may write."""
+    """A hub for the pages that need one, with caches of its own and a token that may write."""
     page = getattr(getattr(request.node, "callspec", None), "params", {}).get("page")
     if page is None or page.name not in ON_A_HUB:
         yield

@@ -132,12 +132,12 @@ def published() -> str:
     return f"file://{folder}"
 
 
-@mistake("code from a Hub that is not trusted")
+@mistake("code from a hub that is not trusted")
 def _() -> None:
     registry().resolve(published(), "loss")
 
 
-@mistake("code from a Hub that was changed after it was added")
+@mistake("code from a hub that was changed after it was added")
 def _() -> None:
     reference = published()
     assert main(["plugins", "add", reference, "--yes"], standalone_mode=False) in (0, None)

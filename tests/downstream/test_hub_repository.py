@@ -1,4 +1,4 @@
-"""A repository of a Hub: added once, then used by its name, without the Hub, until somebody edits it."""
+"""A repository of a hub: added once, then used by its name, without the hub, until somebody edits it."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -150,7 +150,7 @@ def engine(data: Path, *, environment: dict[str, str] | None = None, **more: Any
     """Start an engine that is ready.
 
     Args:
-        data: the data directory.
+        data: the data folder.
         environment: of the process.
         more: `extra` (the ledger's `Faults`), `snapshot` (seconds), and further settings.
     """

@@ -65,7 +65,7 @@ class Bench:
 
     Args:
         base: folder of the base model.
-        data: the data directory.
+        data: the data folder.
         losses: names of losses beside the published ones; None is every one for tenants.
         extra: options of the engine, and `loss_workers` (fields of `WorkerLimits`, or None), `in_process_losses`,
             `strict_losses`, `custom_losses` and `custom_seconds`.

@@ -29,10 +29,10 @@ DRAIN_SECONDS = 30.0
 
 @dataclass
 class Served:
-    """One service on one data directory, running or not.
+    """One service on one data folder, running or not.
 
     Attributes:
-        data: its data directory.
+        data: its data folder.
         command: that starts it.
         environment: more variables of the process.
         url: of the running service.

@@ -1,4 +1,4 @@
-"""`twinkle plugins add|lock|verify|remove` and `twinkle --frozen`, over a folder that stands for a Hub repository."""
+"""`twinkle plugins add|lock|verify|remove` and `twinkle --frozen`, over a folder that stands for a hub repository."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Kernels of a Hub: references, the policy, folders on this machine, the cache, and what is said without one."""
+"""Kernels of a hub: references, the policy, folders on this machine, the cache, and what is said without one."""
 
 import json
 from collections.abc import Iterator
@@ -210,7 +210,7 @@ def test_a_reference_is_checked_when_it_is_written() -> None:
 
 @pytest.fixture
 def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Return a Hub on loopback that answers for kernel repositories as it does for models."""
+    """Return a hub on loopback that answers for kernel repositories as it does for models."""
     dispatch = Handler._dispatch
 
     def of_models(self: Handler) -> None:

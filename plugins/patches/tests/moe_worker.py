@@ -1,4 +1,4 @@
-"""A script that uses the patch from a Hub, as published ones do; what happens is written as one line of JSON."""
+"""A script that uses the patch from a hub, as published ones do; what happens is written as one line of JSON."""
 
 import importlib.metadata
 import json

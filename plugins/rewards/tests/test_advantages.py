@@ -109,7 +109,7 @@ def test_several_rewards_a_row_are_summed(rows: Any) -> None:
     assert GRPOAdvantage()(rows, num_generations=2, scale="none").tolist() == [0.75, -0.75]
 
 
-def test_without_baseline_rewards_are_only_normalised_over_the_batch() -> None:
+def test_without_baseline_rewards_are_only_normalized_over_the_batch() -> None:
     found = ReinforcePlusPlusAdvantage(baseline=False)(REWARDS)
     expected = [(reward - mean(REWARDS)) / (std(REWARDS) + 1e-8) for reward in REWARDS]
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
@@ -139,7 +139,7 @@ def test_rewards_of_turns_reach_their_own_and_earlier_tokens() -> None:
     assert [row.tolist() for row in found] == [pytest.approx(row, rel=1e-6) for row in spread(left_out)]
 
 
-def test_tokens_are_normalised_together() -> None:
+def test_tokens_are_normalized_together() -> None:
     groups = [TURNS[0] + TURNS[1], TURNS[2] + TURNS[3]]
     plain = spread([[reward - mean(groups[row // 2]) for reward in TURNS[row]] for row in range(4)])
     flat = [value for row in plain for value in row]

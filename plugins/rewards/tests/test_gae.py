@@ -41,7 +41,7 @@ def test_with_lam_one_returns_are_what_was_earned() -> None:
     assert [row.tolist() for row in found.returns] == [[1.0] * 4, [-1.0], [], pytest.approx([0.5] * 3)]
 
 
-def test_tokens_are_normalised_together_and_returns_are_not() -> None:
+def test_tokens_are_normalized_together_and_returns_are_not() -> None:
     plain = GAEAdvantage().estimate(REWARDS, scale="none", values=VALUES)
     found = GAEAdvantage().estimate(REWARDS, values=VALUES)
     flat = torch.cat(plain.advantages).double()

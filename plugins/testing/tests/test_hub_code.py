@@ -1,4 +1,4 @@
-"""`plugins test` on code from a Hub: with a manifest and without, trusted or not. A folder is the repository."""
+"""`plugins test` on code from a hub: with a manifest and without, trusted or not. A folder is the repository."""
 
 import os
 import sys

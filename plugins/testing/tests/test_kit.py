@@ -213,7 +213,7 @@ def test_a_folder_is_tested_with_the_examples_of_its_manifest(acme: Path) -> Non
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder as a Hub has it: the manifest at its top, relative imports, a name that no package can have."""
+    """A folder as a hub has it: the manifest at its top, relative imports, a name that no package can have."""
     folder = tmp_path / "acme-odd"
     folder.mkdir()
     (folder / "rewards.py").write_text(

@@ -1,4 +1,4 @@
-"""Finds installed plugins, and plugins of a Hub that the lock lists, without importing them.
+"""Finds installed plugins, and plugins of a hub that the lock lists, without importing them.
 
 Entry points of group `twinkle` on sys.path become records. The scan is 15 times cheaper than importing
 `importlib.metadata`, and its result is cached on disk, so that the next process reads one JSON file instead of every
@@ -163,7 +163,7 @@ def installed_plugins(core_version: str = "") -> list[PluginRecord]:
 
 
 def locked_plugins() -> list[PluginRecord]:
-    """Return a record of every Hub plugin that the lock lists; without a lock, return none and import nothing."""
+    """Return a record of every hub plugin that the lock lists; without a lock, return none and import nothing."""
     try:
         with open(lock_path(), "rb") as file:
             content = file.read()
@@ -171,7 +171,7 @@ def locked_plugins() -> list[PluginRecord]:
         # An invalid lock is reported by the code that needs it; most runs have no lock.
         return []
     if b"[[hub]]" not in content:
-        # Parsing a lock takes a fifth of the start-up time; skip it if the lock lists no code of a Hub.
+        # Parsing a lock takes a fifth of the start-up time; skip it if the lock lists no code of a hub.
         return []
     from .trust.loading import records_of_lock
 

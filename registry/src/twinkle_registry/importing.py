@@ -22,7 +22,7 @@ def import_object(ref: str, *, context: str, declared_by: str = "") -> Any:
     Raises:
         ComponentNotFound: There is no such module or attribute (and `declared_by` is empty).
         PluginBroken: The module raises while it is imported, or does not have what was declared.
-        NotTrusted: It is code from a Hub that may not run, or was changed.
+        NotTrusted: It is code from a hub that may not run, or was changed.
     """
     module_name, _, path = ref.partition(":")
     absent = PluginBroken if declared_by else ComponentNotFound

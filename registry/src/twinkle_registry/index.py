@@ -34,7 +34,7 @@ class IndexEntry:
         name: Its name in scripts, once it is installed.
         summary: One line of description.
         author: Its author.
-        package: The distribution that pip installs; empty for code of a Hub.
+        package: The distribution that pip installs; empty for code of a hub.
         repository: `hf://org/repo` or `ms://org/repo`; empty for a distribution.
         licence: Its licence as an SPDX expression, or empty.
         homepage: A URL, or empty.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 PROJECT = "twinkle"
 CODE_PACKAGE = "twinkle_registry.code"
-"""Parent package of the modules that code from a Hub is imported as; the name is part of pickles."""
+"""Parent package of the modules that code from a hub is imported as; the name is part of pickles."""
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:

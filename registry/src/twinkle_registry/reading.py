@@ -61,7 +61,7 @@ def read_manifest(
         dist: The distribution it belongs to; only for error messages, the plugin's name is in the manifest.
         version: The version that its components carry.
         package: The package that contains the manifest, as its own refs name it.
-        root: The name under which that package is imported, if it differs (code from a Hub). Refs into `package`
+        root: The name under which that package is imported, if it differs (code from a hub). Refs into `package`
             and relative refs (`.grpo:GRPOLoss`) are rewritten to start there.
 
     Raises:

@@ -85,7 +85,7 @@ class Registry:
     # Plugins and names
 
     def load_installed(self, extra: Iterable[PluginRecord] = ()) -> None:
-        """Add every installed plugin, then `extra` (from a Hub or a folder), and warn about settings without effect."""
+        """Add every installed plugin, then `extra` (from a hub or a folder), and warn about settings without effect."""
         from .discovery import installed_plugins
 
         for record in [*installed_plugins(), *extra]:
@@ -122,7 +122,7 @@ class Registry:
             self._plugins_changed()
 
     def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
-        """Withdraw every plugin of a Hub that the policy or a revocation list has come to forbid.
+        """Withdraw every plugin of a hub that the policy or a revocation list has come to forbid.
 
         Its components can no longer be found, its hooks are no longer called, and `load` refuses specs that were
         returned before. A service calls this periodically.
@@ -365,7 +365,7 @@ class Registry:
         """Check the requirements of one component, then import it.
 
         Raises:
-            NotTrusted: The run is frozen and its plugin differs from the lock, or code from a Hub may not run.
+            NotTrusted: The run is frozen and its plugin differs from the lock, or code from a hub may not run.
             RequirementMissing: A package it needs is not installed; nothing was imported.
             PluginBroken: The import fails, or the manifest names something that does not exist.
         """

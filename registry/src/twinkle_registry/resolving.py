@@ -1,4 +1,4 @@
-"""Resolves a string that names a component: a name, a module path, a file or a reference to a Hub."""
+"""Resolves a string that names a component: a name, a module path, a file or a reference to a hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reference(NamedTuple):
         form: `name` (`Name`, `dist/Name`), `module` (`package.module:Attr`), `file` (`./file.py:Name`) or `hub`
             (`hf://org/repo@revision#Name`).
         place: The plugin, module, file or scheme; empty for a bare name.
-        name: The component or attribute; for a Hub, the whole text.
+        name: The component or attribute; for a hub, the whole text.
     """
 
     form: Literal["name", "module", "file", "hub"]
@@ -89,7 +89,7 @@ def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Se
 
 
 def component_from_reference(reference: Reference, text: str, kind: str, registry: Registry) -> Any:
-    """Return the object of a reference into a module, a file or a Hub, not yet checked against the contract of `kind`.
+    """Return the object of a reference into a module, a file or a hub, not yet checked against the contract of `kind`.
 
     Args:
         reference: `text`, parsed; not the name of a component.

@@ -297,7 +297,7 @@ def is_frozen() -> bool:
 
 
 def trusts_all() -> bool:
-    """Return whether code from a Hub runs without a review (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
+    """Return whether code from a hub runs without a review (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
     return _switch(TRUST_VARIABLE)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RegistryView:
     """The part of a registry that an allow list names, by `kind:Name`, `plugin/Name`, `kind:*` or `plugin/*`.
 
-    A component outside the list cannot be found here. Code by path, from a Hub or as an object is refused: a
+    A component outside the list cannot be found here. Code by path, from a hub or as an object is refused: a
     tenant with a view runs only what the operator installed.
     """
 

@@ -103,8 +103,8 @@ async def refuse(send: Any, error: ServiceError) -> None:
 
 
 class StoreError(RuntimeError):
-    """The data directory cannot be used; the message says why and what to do."""
+    """The data folder cannot be used; the message says why and what to do."""
 
 
 class LeaseLost(Unavailable):
-    """Another process has taken over the data directory; this process must not write, and must exit."""
+    """Another process has taken over the data folder; this process must not write, and must exit."""

@@ -169,7 +169,7 @@ class Snapshot:
     Attributes:
         queue_id: the model.
         number: of the last operation that it contains, including failed ones.
-        folder: relative to the data directory.
+        folder: relative to the data folder.
         digest: SHA-256 of its manifest.
         size: in bytes.
     """
@@ -233,7 +233,7 @@ class Create(_Payload):
         train_attn: whether to adapt attention layers.
         train_mlp: whether to adapt MLP layers.
         train_unembed: whether to adapt the output head.
-        source: folder of the initial checkpoint, relative to the data directory; None for fresh weights.
+        source: folder of the initial checkpoint, relative to the data folder; None for fresh weights.
         optimizer: whether to load the optimizer state, too.
         path: `tinker://` path of that checkpoint.
     """
@@ -265,7 +265,7 @@ class Save(_Payload):
     """A checkpoint to be saved.
 
     Attributes:
-        folder: relative to the data directory; new for every request.
+        folder: relative to the data folder; new for every request.
         kind: "weights" (with optimizer), "sampler_weights" or "external_weights".
         name: last part of its path; None if only a sampling session uses it.
         overwrite: whether to replace a checkpoint of the same name.
@@ -292,7 +292,7 @@ class Load(_Payload):
     """A checkpoint to be loaded into a model.
 
     Attributes:
-        source: its folder, relative to the data directory.
+        source: its folder, relative to the data folder.
         path: its `tinker://` path.
         optimizer: whether to load the optimizer state; otherwise it is reset.
     """
@@ -309,7 +309,7 @@ class Sample(_Payload):
     Attributes:
         tokens: of the prompt.
         count: number of sequences.
-        source: folder of the adapter's checkpoint, relative to the data directory; None for the base model.
+        source: folder of the adapter's checkpoint, relative to the data folder; None for the base model.
         inflight: id of the model whose newest inflight weights are used; `source` is then set when it is sent.
         max_tokens: None is limited only by the context.
         seed: sequence i uses seed + i.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for pending responses after the drain
 _FLUSH = 10.0  # seconds
-_LOST = 3  # exit code after another process has taken over the data directory
+_LOST = 3  # exit code after another process has taken over the data folder
 
 
 def serve(settings: Settings, log_level: str = "INFO") -> int:

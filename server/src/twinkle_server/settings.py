@@ -101,7 +101,7 @@ class Settings:
     """Settings of one service.
 
     Attributes:
-        model: folder or Hub id of the base model.
+        model: folder or hub id of the base model.
         data: directory for the database, payloads, snapshots and checkpoints.
         name: name of the model for clients; by default `model`.
         tokenizer: where clients load the tokenizer; None is the model folder, for clients on this machine.
@@ -121,7 +121,7 @@ class Settings:
         in_process_losses: names of plugins whose losses are computed in the engine process.
         local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Do not use
             it with a proxy on this machine, because forwarded requests look local.
-        take_over: take the data directory from a dead service on another machine.
+        take_over: take the data folder from a dead service on another machine.
         accept_base: serve the model although the adapters in the directory were trained on another one.
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.

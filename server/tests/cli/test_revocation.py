@@ -1,4 +1,4 @@
-"""A loss from a Hub that is revoked while the service runs is dropped within a minute; everything else goes on."""
+"""A loss from a hub that is revoked while the service runs is dropped within a minute; everything else goes on."""
 
 import os
 import subprocess

@@ -26,7 +26,7 @@ Body = Callable[["AppState"], Awaitable[None]]
 
 
 class AppState:
-    """A service on a data directory, and a client."""
+    """A service on a data folder, and a client."""
 
     def __init__(self, data: Path, plan: Plan, times: Times) -> None:
         self.settings = Settings("fake", data, times=times)

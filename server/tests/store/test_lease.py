@@ -118,7 +118,7 @@ def test_whoever_lost_the_lease_writes_nothing_more(tmp_path: Path, run: Any, a_
         journal.blame([operation.id]),
         journal.snapshotted(Snapshot(model.id, 0, "snapshots/x", "d", 1)),
     ):
-        with pytest.raises(LeaseLost, match="another process now serves this data directory"):
+        with pytest.raises(LeaseLost, match="another process now serves this data folder"):
             run(write)
     assert [(each.id, each.attempts) for each in run(journal.pending())] == [(operation.id, 0)]
     assert run(journal.snapshot(model.id)) is None

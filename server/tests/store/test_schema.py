@@ -1,4 +1,4 @@
-"""Opening a data directory: made with care, migrated up and down, refused when it is somebody else's or newer."""
+"""Opening a data folder: made with care, migrated up and down, refused when it is somebody else's or newer."""
 
 import re
 import subprocess

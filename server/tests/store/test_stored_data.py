@@ -1,4 +1,4 @@
-"""A data directory that a server of each version left when it was killed: opened, served, taken back and up again."""
+"""A data folder that a server of each version left when it was killed: opened, served, taken back and up again."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Writes the data directory of this version's server as `kill -9` leaves it: what the next version must open.
+"""Writes the data folder of this version's server as `kill -9` leaves it: what the next version must open.
 
 `python server/tests/store/write_data.py`, once for each version of the schema, while it is the newest one; the folder
 that it makes is never changed afterwards. `test_stored_data` says what is in it.
@@ -65,7 +65,7 @@ def settle(database: Path, model: str, number: int) -> None:
 
 
 def store(data: Path, place: Path, facts: dict[str, Any]) -> None:
-    """Write a data directory as text, and the files that its rows name."""
+    """Write a data folder as text, and the files that its rows name."""
     place.mkdir(parents=True)
     with closing(sqlite3.connect(data / "twinkle.db")) as database:
         database.execute("UPDATE lease SET host = 'elsewhere', boot = 'another', pid = 4242, started = 1")

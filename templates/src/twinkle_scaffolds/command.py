@@ -21,7 +21,7 @@ from twinkle_scaffolds.baking import ask, bake, interactive, scaffolds
 def new(kind: str | None, name: str | None, into: Path, author: str | None, as_json: bool) -> None:
     """Create the project of a new plugin in the new folder NAME.
 
-    KIND is the kind of component, such as `loss` or `reward`, or `hub-repo` for a repository on a Hub. NAME is the name
+    KIND is the kind of component, such as `loss` or `reward`, or `hub-repo` for a repository on a hub. NAME is the name
     of the distribution, such as `acme-focal`. If you leave them out, the command asks for them.
     """
     if kind is None or name is None:

@@ -1,1 +1,1 @@
-"""Focal loss, as a repository of a Hub."""
+"""Focal loss, as a repository of a hub."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @cache
 def registry() -> "Registry":
-    """Return this process's plugin registry: installed plugins, and those of a Hub that twinkle.lock lists."""
+    """Return this process's plugin registry: installed plugins, and those of a hub that twinkle.lock lists."""
     from twinkle import __version__, hookspecs
     from twinkle.kinds import KINDS
     from twinkle_registry import Registry

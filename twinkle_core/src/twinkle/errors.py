@@ -9,7 +9,7 @@ TwinkleError
 ├── PluginBroken (RuntimeError)          a plugin fails at import
 ├── PluginIncompatible (RuntimeError)    a plugin needs another version of core
 ├── RequirementMissing (ImportError)     a package that a component needs is absent
-├── NotTrusted (PermissionError)         code from a Hub that is not allowed
+├── NotTrusted (PermissionError)         code from a hub that is not allowed
 ├── SettingsError (ValueError)           twinkle.toml or TWINKLE_* is wrong
 ├── ConfigError (ValueError)             a recipe's configuration is wrong
 ├── MeshError (ValueError)               sizes of a device mesh do not fit

@@ -14,7 +14,7 @@ class Plugin:
         """Return the class that `plugin_id` names.
 
         Args:
-            plugin_id: the name of a component: `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, or a Hub
+            plugin_id: the name of a component: `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, or a hub
                 reference.
             plugin_base: the required base class: the contract of a kind, such as `twinkle.loss.Loss`,
                 a component, such as `twinkle.template.Template`, or a subclass of one.

@@ -38,7 +38,7 @@ class DeepseekV4Template(Template):
         """Store the options; the tokenizer is loaded on first use.
 
         Args:
-            model_id: a folder or a Hub id whose tokenizer is used.
+            model_id: a folder or a hub id whose tokenizer is used.
             *args: those of `Template`.
             reasoning_effort: `max` starts the prompt with the model's instruction to think at length, if thinking is
                 enabled; `high` is the same as None, as in the published encoding.

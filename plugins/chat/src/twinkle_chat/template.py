@@ -67,7 +67,7 @@ class Template(TextOnly):
         """Store the options; the tokenizer is loaded on first use.
 
         Args:
-            model_id: a folder or a Hub id whose tokenizer is used.
+            model_id: a folder or a hub id whose tokenizer is used.
             use_chat_template: False encodes the text of a single message without a template, and trains all of it.
             max_length: in tokens; None is no limit.
             truncation_strategy: for longer rows: `raise`; truncate on the `left` or `right`; `split` into several rows;
@@ -97,7 +97,7 @@ class Template(TextOnly):
                 "loss_scale cannot be combined with use_chat_template=False, which has no turns; drop one of the two"
             )
         if not model_id and tokenizer is None:
-            raise ArgumentError("a template requires model_id= (a folder or a Hub id) or tokenizer=")
+            raise ArgumentError("a template requires model_id= (a folder or a hub id) or tokenizer=")
         self.model_id = model_id
         self.use_chat_template = use_chat_template
         self.max_length = max_length

@@ -15,7 +15,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _yes = click.option("--yes", is_flag=True, help="Accept without confirmation.")
 
 
-@click.command(short_help="Look at code and trust it: a Hub repository, a file or an installed plugin.")
+@click.command(short_help="Look at code and trust it: a hub repository, a file or an installed plugin.")
 @click.argument("references", nargs=-1, required=True, metavar="REFERENCE...")
 @_yes
 @_json
@@ -38,7 +38,7 @@ def add(ctx: click.Context, references: tuple[str, ...], yes: bool, as_json: boo
 @_json
 @click.pass_context
 def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
-    """Lock every installed plugin, and renew the entries of Hub repositories and local files.
+    """Lock every installed plugin, and renew the entries of hub repositories and local files.
 
     Changes in a repository or a file are shown for confirmation, as in `add`; declined entries stay unchanged.
     Exit code 1 if something was declined or could not be confirmed.
@@ -51,8 +51,8 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
 
 
 @click.command(short_help="Check that everything in twinkle.lock is here, whole and allowed.")
-@click.option("--fetch", is_flag=True, help="Download Hub code that is missing or incomplete; it must match the lock.")
-@click.option("--online", is_flag=True, help="Ask each Hub whether its references still resolve to the locked commits.")
+@click.option("--fetch", is_flag=True, help="Download hub code that is missing or incomplete; it must match the lock.")
+@click.option("--online", is_flag=True, help="Ask each hub whether its references still resolve to the locked commits.")
 @_json
 @click.pass_context
 def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None:

@@ -79,7 +79,7 @@ def _settings(registry: Registry) -> Iterator[Problem]:
 
 
 def _policy() -> list[str]:
-    """Return the problems of `[trust]`, which is only read when code from a Hub is loaded."""
+    """Return the problems of `[trust]`, which is only read when code from a hub is loaded."""
     from twinkle_registry.trust.policy import Policy
 
     try:

@@ -80,7 +80,7 @@ def syntax_errors(record: PluginRecord) -> dict[str, list[str]]:
 
 
 def _modules(record: PluginRecord) -> list[tuple[str, str]]:
-    """Return pairs of a name and the module that it needs; refs of a Hub's manifest may begin with a dot."""
+    """Return pairs of a name and the module that it needs; refs of a hub's manifest may begin with a dot."""
     manifest = record.manifest
     if manifest is None:
         return []
@@ -135,7 +135,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
     Raises:
         KeyError: it is in a namespace package that is not imported, so that its folders are unknown.
-        NotTrusted: it is code of a Hub that may not be read.
+        NotTrusted: it is code of a hub that may not be read.
     """
     first, *rest = name.split(".")
     try:

@@ -1,4 +1,4 @@
-"""Kernels of a Hub, loaded by the package `kernels` once Twinkle's own policy allows each repository and commit."""
+"""Kernels of a hub, loaded by the package `kernels` once Twinkle's own policy allows each repository and commit."""
 
 import re
 from typing import Any

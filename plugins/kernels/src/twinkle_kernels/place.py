@@ -56,7 +56,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
         Unsupported: a kernel does not run on the device of its layer.
         PatchError: a patch, or another kernelized model, has the layer or function.
         RequirementMissing: a package that a kernel needs is not installed.
-        NotTrusted: the kernel is code from a Hub that is not trusted.
+        NotTrusted: the kernel is code from a hub that is not trusted.
     """
     if mapping is None:
         from twinkle_kernels.builtin import builtin_mapping

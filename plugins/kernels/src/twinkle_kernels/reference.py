@@ -1,4 +1,4 @@
-"""References to kernels of a Hub: `hub("org/repo:Layer", version=1)`, checked when written, loaded when used."""
+"""References to kernels of a hub: `hub("org/repo:Layer", version=1)`, checked when written, loaded when used."""
 
 import re
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def hub(ref: str, *, revision: str | None = None, version: int | None = None, ba
 
     Raises:
         ArgumentError: a malformed reference, or not exactly one of `revision` and `version`.
-        Unsupported: a Hub that has no kernel repositories.
+        Unsupported: a hub that has no kernel repositories.
     """
     if not isinstance(ref, str) or not (repo := ref.removeprefix("hf://").rpartition(":")[0]):
         raise ArgumentError(f"hub({ref!r}): there is no repository and layer in it; {_FORM}")

@@ -15,7 +15,7 @@ class Applied:
     """One patch that is applied now.
 
     Attributes:
-        patch: where it is from, `package.module:Name`; for one from a Hub, the module has the digest of its files.
+        patch: where it is from, `package.module:Name`; for one from a hub, the module has the digest of its files.
         target: the class of the object that it was applied to.
         symbols: what it has replaced, as far as it did so by `Patch.replace` and `Patch.wrap`.
         undoable: whether `undo_patch` can take it back.

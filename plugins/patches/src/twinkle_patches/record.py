@@ -235,7 +235,7 @@ def version() -> int:
 
 
 def name_of(patch: Any) -> str:
-    """Return where a patch is from, `package.module:Name`: for one from a Hub, the module has its digest."""
+    """Return where a patch is from, `package.module:Name`: for one from a hub, the module has its digest."""
     found = patch if hasattr(patch, "__qualname__") else type(patch)
     return f"{found.__module__}:{found.__qualname__}"
 

@@ -26,7 +26,7 @@ def test(
     """Run the contract checks of components; exit code 1 if one fails.
 
     WHAT is a plugin, a component (`Name`, `plugin/Name`, `kind:Name`), a folder with a plugin, `./file.py:Name`, or
-    trusted code on a Hub (`hf://org/repo#Name`). The command asks before it runs the code of a folder that is neither
+    trusted code on a hub (`hf://org/repo#Name`). The command asks before it runs the code of a folder that is neither
     installed nor trusted (`twinkle plugins trust`).
     """
     from twinkle.errors import ArgumentError

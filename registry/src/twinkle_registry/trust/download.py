@@ -1,4 +1,4 @@
-"""Downloads code from a Hub into the store: resolves a reference to a commit, and stores the tree of a commit.
+"""Downloads code from a hub into the store: resolves a reference to a commit, and stores the tree of a commit.
 
 A tree is stored atomically, by one rename.
 """

@@ -37,7 +37,7 @@ class LockEditor:
         """Create an editor for one registry.
 
         Args:
-            registry: Provides the installed plugins, and validates those of a Hub.
+            registry: Provides the installed plugins, and validates those of a hub.
             open_hub: Returns the hub of a scheme.
             decide: Is called with each proposal that would change the lock; returns whether it is accepted.
 
@@ -271,7 +271,7 @@ def verify(
         NotTrusted: It is in a folder that is not trusted.
         SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
-    Policy.load(fetch=True)  # reports an invalid policy even if the lock lists no code of a Hub
+    Policy.load(fetch=True)  # reports an invalid policy even if the lock lists no code of a hub
     lock = Lock.load()
     if not lock.path.is_file():
         raise ComponentNotFound(f"there is no {lock.path}; create it with: twinkle plugins lock")

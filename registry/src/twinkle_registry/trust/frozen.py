@@ -37,7 +37,7 @@ def installed_distribution(name: str, records: Iterable[PluginRecord]) -> Locked
     own = [r for r in pip if canonical(name) in (canonical(r.dist), canonical(r.name))]
     if not own:
         raise ComponentNotFound(
-            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; write code from a Hub as "
+            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; write code from a hub as "
             "'hf://org/repo', and a file as './file.py'"
         )
     own = [record for record in pip if canonical(record.dist) == canonical(own[0].dist)]
@@ -103,7 +103,7 @@ def _is_editable(dist: Distribution) -> bool:
 
 
 class Frozen:
-    """Refuses code that is not locked, for one registry. Code from a Hub is checked by its finder instead."""
+    """Refuses code that is not locked, for one registry. Code from a hub is checked by its finder instead."""
 
     def __init__(self) -> None:
         """Read the lock of this run."""

@@ -1,4 +1,4 @@
-"""Loads code from a Hub in this order: commit, policy, lock, compatibility, import.
+"""Loads code from a hub in this order: commit, policy, lock, compatibility, import.
 
 The finder serves `twinkle_registry.code.<name>_<digest>` and the modules below it from the store only. The bytes that
 are hashed are the bytes that are compiled. No `.pyc` is read or written, a file that is not listed does not exist,
@@ -74,7 +74,7 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
 
 
 class Load:
-    """One load of code from a Hub: lock and policy are read once, and each file of a tree is read and hashed once.
+    """One load of code from a hub: lock and policy are read once, and each file of a tree is read and hashed once.
 
     The bytes that were hashed are kept for the imports of this load. An import after its end reads the file again.
     """
@@ -172,7 +172,7 @@ _active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
 
 
 def import_in_load(ref: str, *, context: str, declared_by: str = "") -> Any:
-    """Import a ref to code from a Hub as `import_object` does, in the current load or a new one."""
+    """Import a ref to code from a hub as `import_object` does, in the current load or a new one."""
     with (Load.current() or Load()).active():
         return import_object(ref, context=context, declared_by=declared_by)
 
@@ -291,7 +291,7 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
 
 
 def records_of_lock() -> list[PluginRecord]:
-    """Return a record for every Hub repository that the lock lists; a problem of one is recorded as its reason."""
+    """Return a record for every hub repository that the lock lists; a problem of one is recorded as its reason."""
     lock = Lock.load()
     if not lock.hub:
         return []
@@ -321,7 +321,7 @@ def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> Plu
 
 
 def why_forbidden(record: PluginRecord, policy: Policy) -> str:
-    """Return why an already added plugin of a Hub may no longer be used, or an empty string."""
+    """Return why an already added plugin of a hub may no longer be used, or an empty string."""
     scheme, colon, repo = record.dist.partition("://")
     if not colon:
         return ""
@@ -411,7 +411,7 @@ class CodeLoader(SourceFileLoader):
             if own and not (error.name or "").startswith(_PREFIX) and is_module(self.tree, own):
                 raise ImportError(
                     f"{own} is part of the repository itself; its author must write 'from . import {own}', because "
-                    "code from a Hub is not on sys.path"
+                    "code from a hub is not on sys.path"
                 ) from error
             raise
 
@@ -508,7 +508,7 @@ class CheckedPath:
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
         """Open for reading, in text (`r`) or binary (`rb`) mode."""
         if mode not in ("r", "rb", "rt"):
-            raise ValueError(f"mode must be 'r' or 'rb', got {mode!r}; files from a Hub are read-only")
+            raise ValueError(f"mode must be 'r' or 'rb', got {mode!r}; files from a hub are read-only")
         raw = io.BytesIO(self.read_bytes())
         return raw if mode == "rb" else io.TextIOWrapper(raw, *args, **{"encoding": "utf-8", **kwargs})
 

@@ -34,7 +34,7 @@ _MEND = "restore it from version control, or remove it and add its plugins again
 
 @dataclass(frozen=True)
 class LockedRepository:
-    """One Hub repository at one commit.
+    """One hub repository at one commit.
 
     Attributes:
         reference: The reference that was added, without a name: `hf://org/repo` or `hf://org/repo@revision`.

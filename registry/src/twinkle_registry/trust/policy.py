@@ -88,9 +88,9 @@ class Policy:
     def _check_lists(self) -> None:
         for known in self.revoked:
             if known.error:
-                raise NotTrusted(f"cannot determine whether code from a Hub is revoked: {known.error}")
+                raise NotTrusted(f"cannot determine whether code from a hub is revoked: {known.error}")
             if known.problem and known.source.refuses_stale:
-                raise NotTrusted(f"cannot determine whether code from a Hub is revoked: {known.problem}")
+                raise NotTrusted(f"cannot determine whether code from a hub is revoked: {known.problem}")
             if known.problem:
                 warnings.warn(f"revocation list: {known.problem}", stacklevel=4)
 

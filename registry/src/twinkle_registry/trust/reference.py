@@ -1,4 +1,4 @@
-"""References to code on a Hub (`scheme://repo@revision#Name`) and the patterns of policies and revocation lists."""
+"""References to code on a hub (`scheme://repo@revision#Name`) and the patterns of policies and revocation lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HubReference:
         """
         match = _REFERENCE.fullmatch(text)
         if match is None:
-            raise ComponentNotFound(f"{context}: {safe_repr(text)} is not a reference to a Hub; {FORM}")
+            raise ComponentNotFound(f"{context}: {safe_repr(text)} is not a reference to a hub; {FORM}")
         place, hashmark, name = match["rest"].partition("#")
         head, at, revision = place.rpartition("@")
         if not at or ("/" in revision and match["scheme"] == "file"):

@@ -9,7 +9,7 @@ Times are seconds since 1970, UTC. `code` is a pattern as in `[trust] deny`; `sh
 `twinkle.lock` has it, and revokes these files in any repository.
 
 `[[trust.revoked]]` has `list` (a path, or an address with file://, https:// or http://), `ed25519` (a public key or
-several) and `stale` ("warn", or "refuse" to run code from a Hub without a valid list). The last valid list is kept in
+several) and `stale` ("warn", or "refuse" to run code from a hub without a valid list). The last valid list is kept in
 the state folder, so that revoked code does not run again without a network or with an older list.
 """
 

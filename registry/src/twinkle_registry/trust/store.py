@@ -1,4 +1,4 @@
-"""The store of code from Hubs, under the cache: trees of files named by their digest, and the tree of each commit.
+"""The store of code from hubs, under the cache: trees of files named by their digest, and the tree of each commit.
 
 The listing of a tree has a line `<sha256>  <path>` for each file, sorted, in the format of `sha256sum`; its own SHA-256
 is the digest that names the tree. `download` writes the store. Code in it runs only if the lock or the policy allow it.

@@ -122,7 +122,7 @@ class Grant:
     """The content of a link.
 
     Attributes:
-        folder: of the checkpoint, relative to the data directory.
+        folder: of the checkpoint, relative to the data folder.
         whole: whether the link is for a tar of all files, not for single files.
         expires: UTC seconds.
     """
@@ -136,8 +136,8 @@ class Links:
     """Creates and verifies signed links.
 
     Args:
-        data: the data directory.
-        secret: of the data directory.
+        data: the data folder.
+        secret: of the data folder.
         seconds: lifetime of a link.
     """
 
@@ -151,7 +151,7 @@ class Links:
 
         Args:
             base_url: of the service, as seen by the client.
-            folder: of the checkpoint, relative to the data directory.
+            folder: of the checkpoint, relative to the data folder.
 
         Raises:
             NotFound: the folder no longer exists.
@@ -168,7 +168,7 @@ class Links:
 
         Args:
             base_url: of the service, as seen by the client.
-            folder: of the checkpoint, relative to the data directory.
+            folder: of the checkpoint, relative to the data folder.
         """
         token, expires = self._token(folder, whole=True)
         return f"{base_url.rstrip('/')}/download/{token}/{_ARCHIVE}", expires

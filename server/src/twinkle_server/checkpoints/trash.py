@@ -1,4 +1,4 @@
-"""The trash of a data directory, with data removed by upkeep or an operator until it expires or is restored.
+"""The trash of a data folder, with data removed by upkeep or an operator until it expires or is restored.
 
 An entry is `trash/<time>-<place>-<name>`: its expiry (UTC seconds), and its original place. It is moved and restored by
 a single rename, so that a crash leaves it complete in one of both places.
@@ -37,7 +37,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        folder: its original place, relative to the data directory.
+        folder: its original place, relative to the data folder.
         until: its expiry in UTC seconds.
         size: in bytes.
     """
@@ -49,7 +49,7 @@ class Entry:
 
 
 class Trash:
-    """The trash of a data directory.
+    """The trash of a data folder.
 
     Args:
         data: the directory.
@@ -72,7 +72,7 @@ class Trash:
                 yield Entry(name, f"{match[2]}/{match[3]}", float(match[1]), size)
 
     def put(self, path: Path, until: float) -> int | None:
-        """Move a folder or file of the data directory into the trash.
+        """Move a folder or file of the data folder into the trash.
 
         Args:
             path: `<data>/<place>/<name>`; a symbolic link is moved, not followed.
@@ -163,7 +163,7 @@ async def restore(store: Store, what: str) -> str:
     After a crash between moving the folder and updating its row, the same call finishes the work.
 
     Args:
-        store: an open data directory.
+        store: an open data folder.
         what: name of the entry, or its original place (`checkpoints/<id>`).
 
     Returns:

@@ -1,8 +1,8 @@
 """Periodic upkeep of checkpoints: expiry, the limit on their number, the sweep into the trash, and its emptying.
 
 The sweep finds data that no row names, and distinguishes data that a row once named from data of unknown origin. Only
-the former, and unfinished drafts, are moved to the trash automatically. The rest are orphans: a restored older database
-may not know them, so an operator decides (`twinkle server orphans`).
+the former, and files of interrupted writes, are moved to the trash automatically. The rest are orphans: a restored
+older database may not know them, so an operator decides (`twinkle server orphans`).
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Orphan:
     """A folder or file that no row ever named.
 
     Attributes:
-        folder: relative to the data directory.
+        folder: relative to the data folder.
         changed: time of its last change in UTC seconds.
         size: in bytes.
     """
@@ -98,7 +98,7 @@ class Deleted:
 
 
 class Upkeep:
-    """Maintains the checkpoints of a data directory.
+    """Maintains the checkpoints of a data folder.
 
     Args:
         data: the directory.
@@ -301,7 +301,7 @@ def _limits(keys: list[Key]) -> dict[str, int]:
 
 
 async def needed(retention: Retention) -> set[str]:
-    """Return all paths, relative to the data directory, that a row names."""
+    """Return all paths, relative to the data folder, that a row names."""
     paths = set(await retention.referenced())
     paths.update(f"payloads/{name}" for name in await retention.payload_files())
     paths.update(f"results/{name}" for name in await retention.result_files())
@@ -338,7 +338,7 @@ def unreferenced(
     """Yield folders and files that no row names and that are old enough, with the time of their last change.
 
     Args:
-        data: the data directory.
+        data: the data folder.
         referenced: paths relative to it that are in use, read after `now`.
         age: minimum age in seconds.
         now: UTC seconds.
@@ -372,7 +372,7 @@ def sweep(
     """Move drafts, and data that a row once named and no row names any more, to the trash.
 
     Args:
-        data: the data directory.
+        data: the data folder.
         referenced: paths relative to it that are in use, read after `now`.
         named: paths that a row has named at any time.
         until: returns the expiry of a path in the trash in UTC seconds.

@@ -1,4 +1,4 @@
-"""`twinkle server`: keys, status and content of a data directory, for operators."""
+"""`twinkle server`: keys, status and content of a data folder, for operators."""
 
 import asyncio
 import time
@@ -362,7 +362,7 @@ def _select(names: list[str], requested: tuple[str, ...], everything: bool, what
 
 
 async def find_orphans(store: "Store") -> "list[Orphan]":
-    """Return the folders and files that no row of a data directory ever named."""
+    """Return the folders and files that no row of a data folder ever named."""
     from twinkle_server.checkpoints.upkeep import needed
     from twinkle_server.checkpoints.upkeep import orphans as find
     from twinkle_server.store import folders

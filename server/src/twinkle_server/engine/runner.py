@@ -98,7 +98,7 @@ class Sources:
     """Folders of checkpoints; each is verified once.
 
     Args:
-        data: the data directory.
+        data: the data folder.
     """
 
     def __init__(self, data: Path) -> None:
@@ -109,11 +109,11 @@ class Sources:
         """Return the path of a folder, whether or not it exists.
 
         Raises:
-            ValueError: `folder` is not a relative path inside the data directory.
+            ValueError: `folder` is not a relative path inside the data folder.
         """
         path = PurePosixPath(folder)
         if not folder or path.is_absolute() or ".." in path.parts:
-            raise ValueError("a folder must be inside the data directory")
+            raise ValueError("a folder must be inside the data folder")
         return self._data / path
 
     def __call__(self, folder: str | None) -> Path | None:

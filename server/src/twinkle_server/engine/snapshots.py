@@ -40,7 +40,7 @@ class Snapshots:
 
     Args:
         executor: holds the models; called only on the caller's thread.
-        data: the data directory.
+        data: the data folder.
         later: runs a function on the caller's thread; called by the writing thread.
         report: sends a message to the service.
         detached: called for a model that may be freed, now that its snapshot is on disk.

@@ -42,7 +42,7 @@ class Runtime:
     Attributes:
         info: the base model, as reported by the engine.
         arrivals: requests that are being received.
-        lost: set when another process has taken over the data directory; this process must exit.
+        lost: set when another process has taken over the data folder; this process must exit.
         queue_state: see `RuntimeStatus.queue_state`.
         ready: see `RuntimeStatus.ready`.
 

@@ -226,7 +226,7 @@ class StoreEffects:
     """The `Effects` of `ports`, on the tables of the store.
 
     Args:
-        data: the data directory.
+        data: the data folder.
         store: its tables.
     """
 

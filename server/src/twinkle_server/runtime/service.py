@@ -25,7 +25,7 @@ _PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # intervals in seconds
 
 
 class Service(Runtime):
-    """The `Service` of `ports`, on an open data directory.
+    """The `Service` of `ports`, on an open data folder.
 
     Args:
         settings: of the service.

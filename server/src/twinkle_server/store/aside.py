@@ -1,4 +1,4 @@
-"""Moves the content of a data directory aside, so that the next start begins empty; nothing is removed."""
+"""Moves the content of a data folder aside, so that the next start begins empty; nothing is removed."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ def set_aside(data: Path, now: float | None = None) -> Path:
     """Move the database, the secret, checkpoints and all other data of the service to `set-aside/<time>/`.
 
     Args:
-        data: the data directory.
+        data: the data folder.
         now: UTC seconds.
 
     Returns:

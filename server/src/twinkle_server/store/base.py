@@ -1,4 +1,4 @@
-"""Check that a data directory is served with the base model that its adapters were trained on."""
+"""Check that a data folder is served with the base model that its adapters were trained on."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
     The first start records its fingerprint. If no adapter of this name is left, a new fingerprint replaces it.
 
     Args:
-        database: of the data directory.
+        database: of the data folder.
         name: name of the model for clients.
         folder: of the model.
         accept: whether to use existing adapters with another model.

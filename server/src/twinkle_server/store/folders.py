@@ -18,7 +18,7 @@ def name(connection: Connection, folder: str, now: float) -> None:
 
     Args:
         connection: of a transaction.
-        folder: path relative to the data directory.
+        folder: path relative to the data folder.
         now: UTC seconds.
     """
     connection.execute(sqlite.insert(folders).values(folder=folder, named=now).on_conflict_do_nothing())

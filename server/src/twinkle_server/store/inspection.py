@@ -1,4 +1,4 @@
-"""Checks that a data directory's database exists, belongs to this service, and is not damaged.
+"""Checks that a data folder's database exists, belongs to this service, and is not damaged.
 
 Nothing is written, so that a refused directory stays unchanged.
 """
@@ -35,7 +35,7 @@ def check_database(data: Path) -> None:
     """Refuse a directory whose database is missing beside other data, or is not a database of this service.
 
     Args:
-        data: the data directory, which may not exist yet.
+        data: the data folder, which may not exist yet.
 
     Raises:
         StoreError: says what the directory contains, and how to restore it or to start with an empty one.

@@ -1,7 +1,7 @@
 """The operation log in SQLite: the `Journal` of `ports`.
 
 Its frequent transactions are `Submit` (a new operation) and `Finish` (outcomes of operations). A request id is 128
-random bits and a seal that only this data directory can make for one tenant. Thus an expired id can be distinguished
+random bits and a seal that only this data folder can make for one tenant. Thus an expired id can be distinguished
 from an invented one, or another tenant's, after its row was deleted.
 """
 
@@ -79,9 +79,7 @@ class Context:
         """
         row = raw.execute(sql.FENCE).fetchone()
         if row is None or row[0] != self.epoch:
-            raise LeaseLost(
-                "another process now serves this data directory; this one is shutting down", retry_after=5.0
-            )
+            raise LeaseLost("another process now serves this data folder; this one is shutting down", retry_after=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +314,7 @@ class SqliteJournal:
         Raises:
             SequenceConflict: the number was used with another payload.
             Gone: the number was used, and its row has been deleted.
-            LeaseLost: another process serves the data directory.
+            LeaseLost: another process serves the data folder.
             Unavailable: the disk is full or fails.
         """
         digest = await self._digest(submission)
@@ -343,7 +341,7 @@ class SqliteJournal:
 
         Raises:
             LookupError: an operation does not exist.
-            LeaseLost: another process serves the data directory.
+            LeaseLost: another process serves the data folder.
             Unavailable: the disk is full or fails; nothing is written.
         """
         stored: list[tuple[Outcome, Stored]] = []

@@ -1,4 +1,4 @@
-"""The lease of a data directory: one process may write its operations, and every write is fenced by its epoch.
+"""The lease of a data folder: one process may write its operations, and every write is fenced by its epoch.
 
 The lease consists of a kernel lock on the file `lock`, which ends with its process, and a row with owner and epoch. A
 process whose epoch differs from the row's has been replaced and cannot write.
@@ -72,7 +72,7 @@ class Lease:
 
 
 def lock(database: SqliteDatabase, data: Path) -> int:
-    """Lock a data directory against other servers, and return the descriptor that holds the lock.
+    """Lock a data folder against other servers, and return the descriptor that holds the lock.
 
     Raises:
         StoreError: another process holds the lock.
@@ -89,7 +89,7 @@ def lock(database: SqliteDatabase, data: Path) -> int:
 def take(
     database: SqliteDatabase, data: Path, handle: int, take_over: bool = False, owner: Owner | None = None
 ) -> Lease:
-    """Take the lease of a data directory; the lease of a dead owner on this machine is taken over immediately.
+    """Take the lease of a data folder; the lease of a dead owner on this machine is taken over immediately.
 
     Args:
         database: of the directory, with the newest schema.

@@ -1,4 +1,4 @@
-"""Opening the data directory: schema, lease, tables, and the secret.
+"""Opening the data folder: schema, lease, tables, and the secret.
 
 The secret is 32 random bytes in a file that only its owner may read.
 """
@@ -36,7 +36,7 @@ _SIZE: Final = 32
 
 
 def read_secret(data: Path) -> bytes:
-    """Return the secret of a data directory; create it if it does not exist.
+    """Return the secret of a data folder; create it if it does not exist.
 
     Raises:
         StoreError: the file has another size.
@@ -73,7 +73,7 @@ _OURS: Final = ("lock", "secret", "server.json", "lost+found", ASIDE, *SIDES, *P
 
 @dataclass(slots=True)
 class Store:
-    """The open data directory.
+    """The open data folder.
 
     Attributes:
         data: the directory.
@@ -121,7 +121,7 @@ def open_store(
     take_over: bool = False,
     database: type[SqliteDatabase] = SqliteDatabase,
 ) -> Store:
-    """Open a data directory; a missing or empty one is initialized (mode 0700).
+    """Open a data folder; a missing or empty one is initialized (mode 0700).
 
     Args:
         data: the directory.

@@ -107,7 +107,7 @@ class Sampler:
         base: name of the base model.
         created: time of creation.
         path: `tinker://` path of its checkpoint; None for the base model and for unnamed saves.
-        folder: of the checkpoint, relative to the data directory; None for the base model, and for an inflight session
+        folder: of the checkpoint, relative to the data folder; None for the base model, and for an inflight session
             before the first save.
         inflight: id of the model whose newest inflight save it follows; `folder` changes with it.
         clones: number of clients that joined it.
@@ -136,7 +136,7 @@ class Checkpoint:
         run: id of the model that was saved.
         kind: "weights", "sampler_weights" or "external_weights".
         name: last part of its path.
-        folder: relative to the data directory.
+        folder: relative to the data folder.
         size: in bytes.
         digest: SHA-256 of its manifest.
         base: name of the base model.

@@ -46,7 +46,7 @@ class Purged:
 
 
 class Retention:
-    """Bounds the size of the data directory."""
+    """Bounds the size of the data folder."""
 
     def __init__(self, database: SqliteDatabase, journal: SqliteJournal, times: Times | None = None) -> None:
         """Use a database and its journal; `times` has the retention periods."""
@@ -82,7 +82,7 @@ class Retention:
         return done
 
     async def referenced(self) -> set[str]:
-        """Return all folders, relative to the data directory, that are still needed.
+        """Return all folders, relative to the data folder, that are still needed.
 
         These are folders of live checkpoints, open sampling sessions and snapshots, and those that pending or
         replayable operations read or write.

@@ -18,7 +18,7 @@ from twinkle_server.tenancy.auth import Keys, check_local, header, identify
 PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})
 """Paths without authentication."""
 INSIDE = frozenset({"/metrics", "/twinkle/status"})
-"""Paths for operators, and for processes that can read the data directory."""
+"""Paths for operators, and for processes that can read the data folder."""
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"true-client-ip")
 _FORWARDED_PREFIXES = (b"x-forwarded", b"cf-", b"x-original-", b"x-envoy-")
 
@@ -84,7 +84,7 @@ class Access:
     local: bool = False
 
     async def check(self, request: Request) -> None:
-        """Admit operators, processes that can read the data directory, and local requests if allowed.
+        """Admit operators, processes that can read the data folder, and local requests if allowed.
 
         Raises:
             Unauthorized: the key is missing, unknown or revoked.
@@ -105,7 +105,7 @@ class Access:
 
 
 def folder_token(secret: bytes) -> str:
-    """Derive the token of a data directory from its secret."""
+    """Derive the token of a data folder from its secret."""
     return hashlib.blake2b(b"figures and status", digest_size=16, key=secret[:64]).hexdigest()
 
 

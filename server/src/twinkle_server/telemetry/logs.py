@@ -68,7 +68,7 @@ def mark_tenants(secret: bytes) -> None:
     """Add pseudonyms of tenants to log lines, the same as in metrics.
 
     Args:
-        secret: of the data directory.
+        secret: of the data folder.
     """
     _tenants.secret = secret
 

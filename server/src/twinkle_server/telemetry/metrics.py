@@ -24,7 +24,7 @@ class Metrics:
     """The metrics of a service.
 
     Args:
-        secret: of the data directory, for pseudonyms of tenants.
+        secret: of the data folder, for pseudonyms of tenants.
     """
 
     def __init__(self, secret: bytes) -> None:

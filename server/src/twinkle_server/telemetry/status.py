@@ -21,7 +21,7 @@ from twinkle_server.store.tables import checkpoints, keys, models, operations, s
 
 FILE = "server.json"
 FOLDER_TOKEN = "X-Twinkle-Folder"
-"""Header with the token of the file, known only to processes that can read the data directory."""
+"""Header with the token of the file, known only to processes that can read the data folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A loss of a Hub plugin that the lock lists: a worker imports it from the code store, with the engine's checks."""
+"""A loss of a hub plugin that the lock lists: a worker imports it from the code store, with the engine's checks."""
 
 import os
 import subprocess

@@ -124,7 +124,7 @@ def test_a_made_up_folder_is_refused(house: Any, prepare: Prepare) -> None:
 
 @pytest.mark.parametrize("folder", ["../outside", "/tmp", "", "checkpoints/../../x", ".."])
 def test_a_place_outside_of_the_data_directory_is_refused(house: Any, folder: str) -> None:
-    with pytest.raises(ValueError, match="must be inside the data directory"):
+    with pytest.raises(ValueError, match="must be inside the data folder"):
         Sources(house[0].data)(folder)
 
 

@@ -1,4 +1,4 @@
-"""The disk: a database that commits without a thread, and what a crash leaves of a data directory."""
+"""The disk: a database that commits without a thread, and what a crash leaves of a data folder."""
 
 import asyncio
 import random

@@ -139,7 +139,7 @@ class Counted:
 
 
 class Life:
-    """One process of the service, on one data directory.
+    """One process of the service, on one data folder.
 
     Args:
         settings: of the service.
@@ -167,7 +167,7 @@ class Life:
 
     @property
     def data(self) -> Path:
-        """The data directory."""
+        """The data folder."""
         return self.settings.data
 
     async def start(self) -> None:

@@ -32,7 +32,7 @@ from twinkle_server.store import database, open_store
 from twinkle_server.store.inspection import DATABASE
 
 MEMORY = Path("/dev/shm")
-"""Where data directories are, if the system has it: a simulated disk needs no real one."""
+"""Where data folders are, if the system has it: a simulated disk needs no real one."""
 TIMES = Times(
     poll=20.0, gap_pause=3.0, gap_fail=60.0, gap_limit=300.0, session=300.0, deadline=60.0, drain=20.0, start=600.0,
     upkeep=120.0, trash=1e5, kept_result=1e7, read_result=1e7, kept_record=1e7, kept_audit=1e8, kept_run=1e7,
@@ -110,7 +110,7 @@ class World:
 
     Args:
         seed: of all random numbers.
-        root: an empty folder for data directories.
+        root: an empty folder for data folders.
         trace: called with each line of the trace, beside the hash.
 
     Attributes:
@@ -202,7 +202,7 @@ class World:
 
     @property
     def data(self) -> Path:
-        """The data directory, as the last life left it."""
+        """The data folder, as the last life left it."""
         return self._data
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ class ModelOutput(TypedDict, total=False):
     topk_indices: "torch.Tensor"
     """int64 `[B, T, k]`: these tokens, 0 elsewhere."""
     embeddings: "torch.Tensor"
-    """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
+    """`[B, H]`: pooled and L2-normalized; `task="embedding"` only."""
     fused_loss_sum: "torch.Tensor"
     """Scalar: the sum that a loss computed from hidden states and head (`Loss.fuse`), instead of `logps`."""
     loss: Any

@@ -169,7 +169,7 @@ def _part(config: RunConfig, kind: str, name: str) -> dict[str, str]:
 
 
 def _spec(kind: str, reference: str) -> ComponentSpec | None:
-    """Return the manifest entry of a name; None for a reference into a module, file or Hub."""
+    """Return the manifest entry of a name; None for a reference into a module, file or hub."""
     return registry().find(reference, kind) if parse_reference(reference, kind).form == "name" else None
 
 

@@ -18,7 +18,7 @@ class TokenEstimates:
 
     Attributes:
         advantages: for the policy loss.
-        returns: advantage plus value, not normalised: the target of the value loss.
+        returns: advantage plus value, not normalized: the target of the value loss.
     """
 
     advantages: list[Tensor]

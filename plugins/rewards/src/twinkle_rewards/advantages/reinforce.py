@@ -1,4 +1,4 @@
-"""REINFORCE++: advantages normalised over the whole batch, with or without a group's mean as baseline."""
+"""REINFORCE++: advantages normalized over the whole batch, with or without a group's mean as baseline."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from twinkle_rewards.advantages.penalty import coefficient, kl_rows
 
 
 class ReinforcePlusPlusAdvantage(Advantage):
-    """REINFORCE++ (arXiv:2501.03262): R_i, or R_i - mean of its group, normalised over all rows of the call.
+    """REINFORCE++ (arXiv:2501.03262): R_i, or R_i - mean of its group, normalized over all rows of the call.
 
     With k_t = old_t - ref_t, the estimate of the KL divergence at a token, beta = `kl_coef` and b the mean of the
     rewards of the row's group (`baseline=True`, REINFORCE++-baseline) or 0 (REINFORCE++)
@@ -66,7 +66,7 @@ class ReinforcePlusPlusAdvantage(Advantage):
             ArgumentError: an argument is missing or of the wrong kind.
             DataError: `baseline` without groups, lengths do not fit, or a number is not finite; names the row.
         """
-        check_scale(self, scale, ("batch", "none"), "REINFORCE++ normalises over the batch (GRPO over groups)")
+        check_scale(self, scale, ("batch", "none"), "REINFORCE++ normalizes over the batch (GRPO over groups)")
         penalties = kl_rows(self, self.kl_coef, old_logps, ref_logps)
         if penalties is not None:
             name, totals = type(self).__name__, reward_rows(type(self).__name__, rewards)
@@ -85,7 +85,7 @@ class ReinforcePlusPlusAdvantage(Advantage):
             shifted = entries.above_least()
             values = shifted - entries.sums(shifted, entries.groups) / entries.sizes(entries.groups)
         if entries.turns is None:
-            return (_normalised(values) if scale == "batch" else values).float()
+            return (_normalized(values) if scale == "batch" else values).float()
         return _by_token(entries.tokens(values), penalties, scale, entries.owner)
 
 
@@ -97,11 +97,11 @@ def _by_token(tokens: list[Tensor], penalties: list[Tensor] | None, scale: str, 
                 raise DataError(f"{owner}: row {row} has {len(penalty)} old_logps, and its turns {length} tokens")
         tokens = [a - k.flip(0).cumsum(0).flip(0) for a, k in zip(tokens, penalties, strict=True)]
     if scale == "batch" and tokens:
-        tokens = list(torch.split(_normalised(torch.cat(tokens)), lengths))
+        tokens = list(torch.split(_normalized(torch.cat(tokens)), lengths))
     return [row.float() for row in tokens]
 
 
-def _normalised(values: Tensor) -> Tensor:
+def _normalized(values: Tensor) -> Tensor:
     if not len(values):
         return values
     shifted = values - values.min()

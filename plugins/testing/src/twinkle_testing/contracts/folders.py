@@ -18,7 +18,7 @@ def plugin_in(folder: Path) -> PluginRecord:
     In this process it replaces an installed plugin of the same name.
 
     Args:
-        folder: a project, a package, or a repository of a Hub with the manifest at its top.
+        folder: a project, a package, or a repository of a hub with the manifest at its top.
 
     Raises:
         ComponentNotFound: the folder has no plugin or several, or the package cannot be imported from there.
@@ -57,7 +57,7 @@ def manifest_in(folder: Path) -> Path:
 
 
 def _manifest_of_repository(path: Path, root: str) -> Manifest:
-    """Read a manifest whose refs may begin with a dot or with the plugin's name as a package, as on a Hub."""
+    """Read a manifest whose refs may begin with a dot or with the plugin's name as a package, as on a hub."""
     from twinkle_registry.reading import parse_manifest, read_toml
 
     raw = read_toml(path)
@@ -79,7 +79,7 @@ def _is_repository(folder: Path) -> bool:
 
 
 class _RepositoryFinder:
-    """Imports repositories as packages under unique names, like code from a Hub."""
+    """Imports repositories as packages under unique names, like code from a hub."""
 
     folders: ClassVar[dict[str, Path]] = {}
 

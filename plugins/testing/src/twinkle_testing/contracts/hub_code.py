@@ -1,4 +1,4 @@
-"""The components of a repository on a Hub: those in its manifest, or the classes of its `__init__.py`."""
+"""The components of a repository on a hub: those in its manifest, or the classes of its `__init__.py`."""
 
 import importlib
 import inspect

@@ -80,13 +80,13 @@ def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
 
     Args:
         text: a plugin, `Name`, `plugin/Name`, `kind:Name`; a folder that holds a plugin; `./file.py:Name`; or a
-            reference to a Hub, `hf://org/repo#Name`.
-        kind: only components of this kind; for a file or code of a Hub without a manifest, its kind.
+            reference to a hub, `hf://org/repo#Name`.
+        kind: only components of this kind; for a file or code of a hub without a manifest, its kind.
 
     Raises:
         ComponentNotFound: the name is unknown, or the plugin has no component of that kind.
-        ArgumentError: the kind of a component in a file or on a Hub cannot be determined.
-        NotTrusted: it is code of a Hub that is not trusted.
+        ArgumentError: the kind of a component in a file or on a hub cannot be determined.
+        NotTrusted: it is code of a hub that is not trusted.
     """
     found = _found(text, kind)
     chosen = [(thing, of) for thing, of in found if not kind or of == kind]

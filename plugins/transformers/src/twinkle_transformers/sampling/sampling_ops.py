@@ -49,7 +49,7 @@ def sorted_distribution(
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered distribution, most probable token first.
 
-    Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose probability, renormalised
+    Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose probability, renormalized
     over those k, reaches p (arXiv:1904.09751, section 3.1). At least one token is kept.
 
     Args:
@@ -59,7 +59,7 @@ def sorted_distribution(
         top_p: in (0, 1].
 
     Returns:
-        probabilities `[B, K]`, 0 where filtered and not renormalised after top-p, and their token ids int64 `[B, K]`.
+        probabilities `[B, K]`, 0 where filtered and not renormalized after top-p, and their token ids int64 `[B, K]`.
     """
     size = logits_BV.shape[-1] if top_k == -1 else min(top_k, logits_BV.shape[-1])
     logits_BK, ids_BK = logits_BV.to(wide(logits_BV.dtype)).topk(size, dim=-1)
