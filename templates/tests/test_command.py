@@ -28,7 +28,7 @@ def test_it_says_what_it_made_and_what_comes_next(tmp_path: Path, monkeypatch: p
     result = twinkle("new", "loss", "acme-focal", "--author", "Ada")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "made acme-focal:"
+    assert lines[0] == "created acme-focal:"
     assert "  src/acme_focal/loss.py" in lines
     assert lines[-1] == "next: pip install -e ./acme-focal && twinkle plugins test acme-focal"
     assert "Ada" in Path("acme-focal/LICENSE").read_text("utf-8")

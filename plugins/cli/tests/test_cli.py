@@ -186,7 +186,7 @@ def test_info_explains_what_is_missing_and_still_finds_the_file(make_plugin: Mak
     assert found["file"] == str(folder / "parts.py")
     assert found["inputs"] == {"advantages": "float32[T]"}
     text = twinkle("plugins", "info", "AcmeLoss").output
-    for expected in ("numpy>=1 (met)", "surely-not-installed>=3 (not installed)", "local, served", "may share it"):
+    for expected in ("numpy>=1 (met)", "surely-not-installed>=3 (not installed)", "local, served", "safe to share"):
         assert expected in text
 
 

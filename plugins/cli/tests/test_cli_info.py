@@ -92,7 +92,7 @@ def test_what_a_component_takes_and_what_it_means(make_plugin: Make) -> None:
     text = shown("info", "FocalLoss")
     assert "signature  FocalLoss(gamma: float = 2.0, *rest" in text
     assert "gamma: float = 2.0\n             0 is cross entropy" in text
-    for capability in ("local, served", "may share it", "advantages: float32[T]"):
+    for capability in ("local, served", "safe to share", "advantages: float32[T]"):
         assert capability in text
 
 

@@ -306,7 +306,7 @@ BROKEN: dict[tuple[str, str], Broken] = {
     ("model", "inputs_left_alone"): broken(changed(Model, forward_backward=empties)),
     ("model", "summary"): broken(changed(Model, get_train_configs=lambda self: "")),
     ("sampler", "responses"): broken(each(drops)),
-    ("sampler", "nothing_asked"): broken(changed(Sampler, sample=fussy)),
+    ("sampler", "empty_input"): broken(changed(Sampler, sample=fussy)),
     ("sampler", "greedy"): broken(with_params(temperature=1.0, seed=1)),
     ("sampler", "logprobs"): broken(each(off)),
     ("sampler", "prompt_logprobs"): broken(after(Sampler, unscored, "sample")),

@@ -37,7 +37,7 @@ def new(kind: str | None, name: str | None, into: Path, author: str | None, as_j
 
         echo_json({"folder": str(folder), "files": files})
         return
-    click.echo(f"made {folder}:")
+    click.echo(f"created {folder}:")
     for file in files:
         click.echo(f"  {file}")
     if (folder / "pyproject.toml").exists():

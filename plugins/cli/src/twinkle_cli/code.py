@@ -166,7 +166,7 @@ def _described(proposal: "Proposal") -> str:
         (printable(f.path), f.size, ", ".join(f.imports) or "-", f.problem or ", ".join(f.reaches) or "-")
         for f in review.files
     ]
-    lines = [head, *([table(("file", "bytes", "imports", "reaches for"), files)] if files else [])]
+    lines = [head, *([table(("file", "bytes", "imports", "uses"), files)] if files else [])]
     if files:
         count = "1 file" if len(files) == 1 else f"{len(files)} files"
         tests = f"; its tests need {', '.join(review.imports_of_tests)} too" if review.imports_of_tests else ""

@@ -207,7 +207,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         ("options", trouble_with_options if options is None else _listed(options)),
         ("needs", _needs_text(spec, missing)),
         ("runtimes", ", ".join(spec.runtimes)),
-        ("tenants", "may share it (no global state)" if spec.tenant_safe else "may not share it"),
+        ("tenants", "safe to share (no global state)" if spec.tenant_safe else "not declared safe to share"),
         ("licence", plain["licence"]),
         ("homepage", plain["homepage"]),
     ]

@@ -138,7 +138,7 @@ def responses(case: SamplerCase) -> None:
             require(known, f"stop_reason is {sequence.stop_reason!r}; it is length, stop, abort or error")
 
 
-def nothing_asked(case: SamplerCase) -> None:
+def empty_input(case: SamplerCase) -> None:
     """An empty input gives an empty response."""
     case.sample(prompts=())
 
@@ -323,7 +323,7 @@ def prefixes(case: SamplerCase) -> None:
 CASE = SamplerCase
 CHECKS = (
     responses,
-    nothing_asked,
+    empty_input,
     greedy,
     logprobs,
     prompt_logprobs,
