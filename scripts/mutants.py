@@ -56,6 +56,7 @@ RULES = {
 """Kinds of mutants that change nothing that is promised."""
 SECONDS, PART_SECONDS = 15.0, 5.0
 """CPU time after which a simulation, which takes about one second, or a part, which takes a tenth, counts as failed."""
+_CHUNK = 25  # seeds of one process
 AGAIN = ("twinkle_server", "service_simulation", "ledger_engine")
 """Packages that are imported anew for a mutant that is not of one function's code."""
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -472,6 +473,35 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
     return words or f"the process ended with status {status}"
 
 
+def check_unchanged(seeds: int, of_parts: int) -> None:
+    """Demand that every seed passes without a mutant; one that fails anyway would find every mutant.
+
+    Args:
+        seeds: number of simulations.
+        of_parts: number of seeds of which the parts are driven.
+    """
+
+    def work(first: int) -> str:
+        from service_simulation.parts import driving
+        from service_simulation.simulation import simulate
+
+        for seed in range(first, first + _CHUNK):
+            try:
+                if seed < seeds:
+                    simulate(seed)  # its parts included
+                elif seed < of_parts:
+                    for part in driving.parts_of(seed):
+                        driving.drive(part, seed)
+            except BaseException as error:
+                return f"seed {seed}: {type(error).__name__}: {str(error)[:500]}"
+        return "passed"
+
+    for first in range(0, max(seeds, of_parts), _CHUNK):
+        words, status = in_child(lambda first=first: work(first), _CHUNK * (SECONDS + PART_SECONDS))
+        if words != "passed":
+            raise SystemExit(f"without a mutant, a seed fails: {words or f'status {status}'}")
+
+
 def check_table(every: Sequence[Mutant]) -> None:
     """Demand that each entry of the table excludes something that no rule excludes."""
     idle = [entry for entry in EQUIVALENT if not any(entry.matches(each) for each in every if not each.rule)]
@@ -509,6 +539,7 @@ def main() -> int:
         for each in sorted(drawn, key=lambda each: each.name):
             print(f"{each.name} [{each.function}] {each.source!r} {each.reason and '= ' + each.reason}")
         return 0
+    check_unchanged(options.seeds, options.parts)
     functions = Functions()
     functions.record(range(options.lines))
     survivors: list[str] = []

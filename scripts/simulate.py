@@ -16,7 +16,9 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happens in it")
     parser.add_argument("--from", dest="first", type=int, default=0, help="first of several seeds")
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
-    parser.add_argument("--size", type=int, default=1, help="multiplies the number of operations")
+    parser.add_argument(
+        "--size", type=int, default=1, choices=range(1, 17), metavar="1..16", help="multiplies the number of operations"
+    )
     options = parser.parse_args()
     from service_simulation.simulation import simulate
 

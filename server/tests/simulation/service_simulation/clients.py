@@ -311,10 +311,11 @@ class Trainer:
             demand(made["request_id"] == event.request, f"{self.id} number {event.number} has two futures")
 
     def _steps(self) -> list[Event]:
-        """Return ordinary steps that were accepted."""
+        """Return ordinary steps that were accepted, and did not come too late."""
         return [
             event for event in self.history.events.values()
             if event.kind == "step" and event.request and not event.excuses and event.number not in self.history.lost
+            and "did not arrive" not in (event.error or "")
         ]  # fmt: skip
 
     async def _submit(self, event: Event, path: str, body: Any) -> None:
