@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from twinkle_transformers.sampling.attention import AttentionMetadata, CacheScope, TokenSpan
 from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
-from twinkle_transformers.sampling.runner import AttentionMetadata, CacheScope, TokenSpan
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
