@@ -288,4 +288,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "statement deleted",
         "the next message to the engine raises the same, and its death takes the model out of it",
     ),
+    Equivalent(
+        "Sessions.search",
+        "query = rows.newest_first(select(sessions).where(*where, *after), sessions).limit(limit + 1)",
+        "1 -> 2",
+        "one more row is read, and not shown",
+    ),
 )

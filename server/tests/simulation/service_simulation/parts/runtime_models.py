@@ -15,6 +15,7 @@ from service_simulation.virtual import Clock
 from twinkle_server.engine import messages
 from twinkle_server.errors import Gone
 from twinkle_server.operations import Create, Save, Snapshot, Submission
+from twinkle_server.runtime.dispatch import MAX_DEATHS
 from twinkle_server.runtime.queues import Closed
 from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.store.records import Session
@@ -169,6 +170,41 @@ async def _restore(life: RuntimeLife, clock: Clock, draw: random.Random) -> None
     demand(life.status() == "corrupted" and not runtime.queued("ada"), "it is not recorded")
     third = await life.submit(4)
     demand(await life.state(third) == wanted, f"{await life.state(third)}")
+
+
+async def _die_of_restoring(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
+    """A model whose snapshot, or whose replay, kills one engine after another is given up, and only that model."""
+    store, runtime, name = life.store, life.runtime, MODELS[0]
+    of_replay = draw.random() < 0.5
+    await log_earlier(store, 0, done=True)
+    if not of_replay:
+        await store.journal.snapshotted(Snapshot(name, 0, "snapshots/a", "d", 1))
+    await life.begin()
+    request, other = await life.submit(1), await life.submit(0, queue=MODELS[1])
+    for deaths in range(1, MAX_DEATHS + 1):
+        runs = [each for each in life.sent() if each[:2] == ("run", name)]
+        wanted = [run(0, replay=True, alone=deaths > 1), run(1)] if of_replay else [run(1)] * (deaths == 1)
+        demand(runs == wanted, f"after {deaths - 1} deaths: {life.sent()}")
+        if of_replay:
+            life.child.say(messages.RESTORED, queue_id=name)
+            [row] = [each.head["id"] for each in life.child.sent if each.head.get("replay")]
+            life.child.say(messages.BEGIN, ids=[row])
+            await asyncio.sleep(0.01)
+        life.child.die()
+        children = len(life.children)
+        while len(life.children) == children:
+            await asyncio.sleep(0.1)
+        await life.ready()
+    await asyncio.sleep(0.5)
+    what = "repeated operation 0" if of_replay else "read the newest snapshot"
+    why = f"cannot restore this model: the engine died {MAX_DEATHS} times while it {what}; it has no checkpoint"
+    demand(await life.state(request) == ("failed", why), f"{await life.state(request)}")
+    tried = [each for each in life.sent() if each[:2] == ("run", name) or each[2] == "snapshots/a"]
+    demand(life.status() == "corrupted" and not tried, f"{life.sent()}")
+    life.answer(0, queue=MODELS[1])
+    await asyncio.sleep(0.1)
+    demand(await life.state(other) == ("done", None), "another model fails with it")
+    demand(runtime.queued("ada") == 0, "it waits still")
 
 
 async def _snapshot(life: RuntimeLife, clock: Clock, draw: random.Random) -> None:
@@ -395,6 +431,7 @@ SCENES: tuple[Callable[[RuntimeLife, Clock, random.Random], Awaitable[None]], ..
     _leave_while_sending,
     _detach_without_engine,
     _restore,
+    _die_of_restoring,
     _snapshot,
     _refuse_outcome,
     _refuse_while_leaving,
