@@ -422,6 +422,12 @@ def in_child(work: Any, seconds: float) -> tuple[str, int]:
     return words, status
 
 
+def _limit(seconds: float) -> None:
+    """End this process by a signal after so many seconds of CPU time, or if it hangs."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 20 * seconds)
+
+
 def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: int, seconds: float) -> str:
     """Return how the simulation found a mutant; "" if it did not.
 
@@ -453,14 +459,14 @@ def hunt(mutant: Mutant, functions: Functions, seeds: Sequence[int], of_parts: i
         for seed in range(of_parts):
             for part in driving.parts_of(seed):
                 if part.__name__ in relevant or not mutant.function:
-                    signal.setitimer(signal.ITIMER_PROF, PART_SECONDS)
+                    _limit(PART_SECONDS)
                     try:
                         driving.drive(part, seed)
                     except BaseException as error:
                         return f"seed {seed}, {part.__name__}: {type(error).__name__}: {str(error)[:200]}"
         world.forget_template()
         for seed in seeds:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+            _limit(SECONDS)
             try:
                 simulate(seed)
             except BaseException as error:
