@@ -85,7 +85,7 @@ clean:  ## Remove what the tools left; .venv and runs stay
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip hatchling editables -c constraints.txt
 	$(PIP) --no-build-isolation -r requirements.txt -c constraints.txt
-	$(BIN)/twinkle plugins types
+	$(BIN)/twinkle plugins types > /dev/null  # stubs for editors and mypy
 	@touch $@
 
 .venv/installed: .venv/members requirements-dev.txt requirements-cookbook.txt

@@ -4,6 +4,7 @@ import logging
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,12 @@ def test_the_platform_that_is_there_is_found() -> None:
     assert Platform.get() is expected
     assert Platform.device_prefix() == expected.device_prefix()
     assert CPU.device_count() == 1
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
+def test_a_cpu_computes_bfloat16_if_the_kernel_lists_such_instructions() -> None:
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    assert CPU.computes_bfloat16() is bool({"avx512_bf16", "amx_tile"} & set(flags.split()))
 
 
 def test_a_cpu_has_no_generator_beside_torchs_own() -> None:

@@ -53,7 +53,7 @@ def test_nobody_says_anything_and_the_published_defaults_hold() -> None:
     assert args == Args()
     assert (args.training.max_steps, args.training.batch_size, args.training.micro_batch_size) == (200, 8, 2)
     assert (args.optimizer.learning_rate, args.lora.lora_r, args.lora.lora_alpha) == (1e-5, 8, 32)
-    assert (args.model.mixed_precision, args.model.strategy, args.infra.mode) == ("bf16", "accelerate", "local")
+    assert (args.model.mixed_precision, args.model.strategy, args.infra.mode) == ("auto", "accelerate", "local")
     assert (args.scheduler.scheduler_cls, args.sampler.sampler_type) == ("CosineAnnealingLR", "vLLMSampler")
     assert (args.rl.num_generations, args.checkpoint.save_optimizer, args.extra) == (8, True, {})
 
@@ -275,7 +275,7 @@ def test_the_command_lines_file_replaces_the_scripts() -> None:
         ("revision: 1", "1 is of type int, set by revision in c.yaml; expected str | null"),
         ("ddp_config: [1]", "expected dict[str, Any] | null"),
         ("reward_fns: [1]", "expected list[str] | null"),
-        ("mixed_precision: fp4", "expected 'no' | 'fp8' | 'fp16' | 'bf16'"),
+        ("mixed_precision: fp4", "expected 'auto' | 'no' | 'fp8' | 'fp16' | 'bf16'"),
         ("- 1", "expected keys and values"),
         ("a: [", "not YAML"),
         ("1: 2", "unknown argument '1' in c.yaml"),

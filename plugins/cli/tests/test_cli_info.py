@@ -230,7 +230,10 @@ def test_search_says_how_to_get_what_it_finds(published: Make) -> None:
 def test_search_that_finds_nothing_says_what_is_near() -> None:
     done = CliRunner().invoke(main, ["plugins", "search", "foclaloss", "--kind", "loss"])
     assert done.exit_code == 1
-    assert done.stdout == "the index has nothing of kind loss with 'foclaloss'; nearest: FocalLoss\n"
+    assert done.stdout == (
+        "the index of published plugins has nothing of kind loss with 'foclaloss'; nearest: FocalLoss; what is installed "
+        "here only: twinkle plugins list KIND\n"
+    )
     done = CliRunner().invoke(main, ["plugins", "search", "telescope", "--json"])
     assert (done.exit_code, done.stdout) == (1, "[]\n")
     assert "nothing with 'telescope'; `twinkle plugins search` shows everything" in shown("search", "telescope")

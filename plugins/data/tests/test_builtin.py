@@ -29,7 +29,9 @@ def test_a_data_set_loads_by_reference() -> None:
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(ComponentNotFound, match=r"builtin://self-cognitoin \(nearest: 'self-cognition'\); there are: "):
+    with pytest.raises(
+        ComponentNotFound, match=r"builtin://self-cognitoin \(nearest: builtin://self-cognition\); there are: "
+    ):
         Dataset(DatasetMeta("builtin://self-cognitoin"))
     with pytest.raises(DataError, match="no subset 'default' with split 'test'"):
         Dataset(DatasetMeta("builtin://self-cognition", split="test"))

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from twinkle import Platform
 from twinkle.errors import ArgumentError, ModelLoadError
+from twinkle.model import MultiLoraTransformersModel, TransformersModel
 from twinkle.testing import tiny_model
 from twinkle_transformers.loading import dtype_of, load_model, read_header
 
@@ -194,3 +196,17 @@ def test_a_broken_configuration_is_named(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("native", "precision", "dtype"), [(True, "bf16", torch.bfloat16), (False, "no", torch.float32)]
+)
+@pytest.mark.parametrize("kind", [TransformersModel, MultiLoraTransformersModel])
+def test_the_default_precision_is_what_the_device_computes_natively(
+    kind, native, precision, dtype, source, monkeypatch
+):
+    monkeypatch.setattr(Platform.get(), "computes_bfloat16", lambda: native)
+    model = kind(model_id=str(source))
+    assert model.mixed_precision == precision
+    with model._loaded.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

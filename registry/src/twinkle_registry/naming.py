@@ -14,7 +14,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     import difflib
 
     by_lower: dict[str, list[str]] = {}
-    for candidate in names:
+    for candidate in dict.fromkeys(names):
         by_lower.setdefault(candidate.lower(), []).append(candidate)
     lowered = name.lower()
     short = [c for c in by_lower if _initials(lowered) == c or _initials(c) == lowered]

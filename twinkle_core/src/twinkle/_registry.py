@@ -33,7 +33,7 @@ def check_kind_in(text: str) -> None:
     from twinkle_registry.naming import nearest_or_all
 
     kind, colon, name = text.partition(":")
-    if not colon or not kind.isidentifier():
+    if not colon or not kind.isidentifier() or name.startswith("//"):  # or a reference of a hub
         return
     if kind not in KINDS:
         raise ComponentNotFound(f"{text!r}: there is no kind {kind!r}; {nearest_or_all(kind, KINDS)}")

@@ -115,6 +115,11 @@ class Platform:
             platform._module().synchronize()
 
     @classmethod
+    def computes_bfloat16(cls) -> bool:
+        """Return whether the device computes products of bfloat16 natively; otherwise they are slower than float32."""
+        return cls._this().computes_bfloat16()
+
+    @classmethod
     def get_device_rng_state(cls) -> "torch.Tensor | None":
         """Return the state of the device's random generator (uint8 `[N]`), or None on a CPU, whose is torch's own."""
         platform = cls._this()
@@ -148,6 +153,13 @@ class CPU(Platform):
         """Return True: every machine has one, with torch or without."""
         return True
 
+    @classmethod
+    def computes_bfloat16(cls) -> bool:
+        """Return whether the processor has instructions for it (AVX-512 BF16 or AMX)."""
+        # torch has no public name for these two questions yet.
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return _ask_torch(lambda torch: any(getattr(torch.cpu, name, bool)() for name in names))
+
 
 class GPU(Platform):
     """CUDA devices, and ROCm ones, which torch calls `cuda` as well."""
@@ -160,6 +172,11 @@ class GPU(Platform):
     def is_available(cls) -> bool:
         """Return whether torch sees a CUDA or ROCm device."""
         return _ask_torch(lambda torch: torch.cuda.is_available())
+
+    @classmethod
+    def computes_bfloat16(cls) -> bool:
+        """Return whether the device does not emulate it."""
+        return _ask_torch(lambda torch: torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 class NPU(Platform):
@@ -181,6 +198,11 @@ class NPU(Platform):
         importlib.import_module("torch_npu")
         return _ask_torch(lambda torch: torch.npu.is_available())
 
+    @classmethod
+    def computes_bfloat16(cls) -> bool:
+        """Return whether the device does not emulate it."""
+        return _ask_torch(lambda torch: torch.npu.is_bf16_supported())
+
 
 class MPS(Platform):
     """Apple's Metal devices."""
@@ -192,6 +214,11 @@ class MPS(Platform):
     def is_available(cls) -> bool:
         """Return whether torch sees a Metal device."""
         return _ask_torch(lambda torch: torch.backends.mps.is_available())
+
+    @classmethod
+    def computes_bfloat16(cls) -> bool:
+        """Return False: some of these devices emulate it, and torch does not tell which."""
+        return False
 
 
 _PLATFORMS: dict[str, type[Platform]] = {"CPU": CPU, "GPU": GPU, "CUDA": GPU, "NPU": NPU, "MPS": MPS}

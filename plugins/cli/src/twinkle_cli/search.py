@@ -57,4 +57,5 @@ def _nothing(words: tuple[str, ...], kind: str) -> str:
     close = dict.fromkeys(name for word in words for name in nearest(word, names))
     of_kind = f" of kind {kind}" if kind else ""
     hint = f"nearest: {', '.join(close)}" if close else "`twinkle plugins search` shows everything"
-    return f"the index has nothing{of_kind} with {' '.join(words)!r}; {hint}"
+    own = "; what is installed here only: twinkle plugins list KIND"
+    return f"the index of published plugins has nothing{of_kind} with {' '.join(words)!r}; {hint}{own}"

@@ -71,7 +71,7 @@ def _unknown(name: str) -> str:
     from twinkle_registry import nearest
 
     close = nearest(name, DATASETS, 1)
-    hint = f" (nearest: {close[0]!r})" if close else ""
+    hint = f" (nearest: {_SCHEME}{close[0]})" if close else ""
     return f"no data set {_SCHEME}{name}{hint}; there are: {', '.join(_SCHEME + known for known in DATASETS)}"
 
 

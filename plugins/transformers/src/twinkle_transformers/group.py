@@ -217,7 +217,9 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
         scaler: options of the loss scale of fp16.
     """
     if precision not in PRECISION:
-        raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(PRECISION)}")
+        raise Unsupported(
+            f"TransformersModel: mixed_precision={precision!r}; choose from {sorted({'auto', *PRECISION})}"
+        )
     if strategy not in _STRATEGIES:
         raise ArgumentError(f"TransformersModel: strategy={strategy!r}; choose 'accelerate' or 'native_fsdp'")
     if policy not in ("raise", "skip"):

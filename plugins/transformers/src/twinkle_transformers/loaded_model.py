@@ -34,7 +34,7 @@ class LoadedModel:
         device: where the model runs.
         device_mesh: the argument of that name.
         parallel: how the parameters are distributed over ranks.
-        mixed_precision: the argument of that name.
+        mixed_precision: the argument of that name; "auto" is resolved.
         on_nonfinite: the argument of that name.
 
     Raises:
@@ -60,6 +60,8 @@ class LoadedModel:
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
+        if mixed_precision == "auto":
+            mixed_precision = "bf16" if Platform.computes_bfloat16() else "no"
         check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
         check_model_id(model_id, model_cls, kwargs)
         self.model_id = str(model_id)

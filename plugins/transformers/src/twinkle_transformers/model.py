@@ -44,7 +44,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         config: transformers configuration to use instead of the folder's.
         device_mesh: by default the one given to `twinkle.initialize`.
         mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "fp16" likewise in
-            float16, with a loss scale; "no" computes in `dtype`.
+            float16, with a loss scale; "no" computes in `dtype`; "auto" is "bf16" if the device computes bfloat16
+            natively, else "no".
         strategy: both published names mean this backend's own; the mesh decides how parameters are distributed.
         ddp_config: for meshes without fsdp: `bucket_cap_mb` (64) of the flat buffers in which gradients are summed.
             Options of torch's wrapper that are not needed here (`find_unused_parameters`, ...) are accepted.
@@ -82,7 +83,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         model_id: str | None = None,
         config: Any = None,
         device_mesh: Any = None,
-        mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = "bf16",
+        mixed_precision: Literal["auto", "no", "fp8", "fp16", "bf16"] = "auto",
         strategy: Literal["accelerate", "native_fsdp"] = "accelerate",
         ddp_config: dict[str, Any] | None = None,
         fsdp_config: dict[str, Any] | None = None,

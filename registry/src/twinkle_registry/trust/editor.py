@@ -149,7 +149,8 @@ def remove(target: str) -> list[str]:
     """Remove the entries of a target from the lock and return their names.
 
     Args:
-        target: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./file.py` or a distribution.
+        target: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./folder`, `./file.py` or a
+            distribution.
 
     Raises:
         ComponentNotFound: The lock has no such entry.
@@ -216,6 +217,8 @@ def _keys(lock: Lock) -> list[str]:
 
 
 def _matches(target: str, key: str, lock: Lock) -> bool:
+    if target.startswith((".", "/", "~")) and not target.endswith(".py"):
+        target = f"file://{Path(target).expanduser().resolve().as_posix()}"
     if "://" in target:
         reference = str(replace(HubReference.parse(target, context=f"remove {target}"), name=""))
         return key == reference or key.startswith(f"{reference}@")

@@ -72,8 +72,10 @@ def check_whole(data: Path, *, full: bool = False) -> None:
     """Refuse a damaged database.
 
     Raises:
-        StoreError: says what SQLite found, and what to do.
+        StoreError: there is none, or it is damaged; says what SQLite found, and what to do.
     """
+    if not (data / DATABASE).exists():
+        raise StoreError(f"{data} has no {DATABASE}: no service has used it; give the folder of `twinkle serve --data`")
     try:
         lines = damage(data / DATABASE, full=full)
     except sqlite3.OperationalError as error:

@@ -237,5 +237,5 @@ def _absent(asked: str, path: Path) -> str:
     there = f"{parent} holds {', '.join(shown)}" if shown else f"{parent} holds no model"
     ways = f"give the path of a model folder or a .gguf file, or map the id to one in {ALIASES}"
     if len(path.parts) <= 2 and not path.is_absolute() and not asked.startswith("."):
-        ways += "; a model of a hub is hf://owner/name or ms://owner/name"
+        ways += f"; a model of a hub is scheme://name, {_schemes()}"
     return f"model {asked!r} not found: there is no {path.absolute()}; {there}; {ways}"

@@ -31,7 +31,9 @@ class ModelArgs:
         None, "transformers class to load the model with; default: the class in the model's configuration"
     )
     tokenizer_id: str | None = arg(None, "Source of the tokenizer, if it is not in the model folder")
-    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = arg("bf16", "Precision of matrix multiplications")
+    mixed_precision: Literal["auto", "no", "fp8", "fp16", "bf16"] = arg(
+        "auto", "Precision of matrix multiplications; auto: bf16 if the hardware supports it, else no"
+    )
     strategy: Literal["accelerate", "native_fsdp", "megatron"] = arg(
         "accelerate", "How the model is distributed over devices; `use_megatron` sets `megatron`"
     )

@@ -86,7 +86,7 @@ def load_model(config: RunConfig, settings: ModelConfig, on_nonfinite: Literal["
         "model",
         settings.type,
         model_id=settings.id,
-        mixed_precision=mixed_precision(settings.mixed_precision),
+        mixed_precision=settings.mixed_precision,
         on_nonfinite=on_nonfinite,
         **{name: value for name, value in optional.items() if value is not None},
         **settings.args,
@@ -104,19 +104,6 @@ def adapter_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-
-
-def mixed_precision(setting: str) -> str:
-    """Return `asked`, or for `auto` bf16 where the device computes it natively, else `no`."""
-    if setting != "auto":
-        return setting
-    import torch
-
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    # torch has no public name for these two questions yet.
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return "bf16" if any(probe is not None and probe() for probe in probes) else "no"
 
 
 def check_tokens(config: RunConfig, other: str, called: str) -> None:

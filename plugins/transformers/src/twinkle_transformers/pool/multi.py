@@ -66,7 +66,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         model_id: str | None = None,
         config: Any = None,
         device_mesh: Any = None,
-        mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = "bf16",
+        mixed_precision: Literal["auto", "no", "fp8", "fp16", "bf16"] = "auto",
         *,
         lora_config: Mapping[str, Any] | None = None,
         max_loras: int | None = None,
@@ -79,9 +79,9 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         host_memory: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if mixed_precision not in ("no", "bf16"):
+        if mixed_precision not in ("auto", "no", "bf16"):
             raise Unsupported(
-                f"MultiLoraTransformersModel: mixed_precision must be 'bf16' or 'no', got {mixed_precision!r}"
+                f"MultiLoraTransformersModel: mixed_precision must be 'auto', 'bf16' or 'no', got {mixed_precision!r}"
             )
         check_sharing(share_prefixes)
         limits = PoolLimits(max_loras, max_r, max_length, target_modules)
