@@ -27,6 +27,7 @@ House = Callable[..., Registry]
 def test_nearest_ignores_case_and_knows_parts() -> None:
     names = ["GRPOLoss", "PPOLoss", "CrossEntropyLoss", "Accuracy"]
     assert nearest("grpoloss", names)[0] == "GRPOLoss"
+    assert nearest("grpoloss", ["GRPOLoss", "GRPOLoss"]) == ["GRPOLoss"]
     assert nearest("CrossEntropy", names)[0] == "CrossEntropyLoss"
     assert nearest("Entropy", names) == ["CrossEntropyLoss"]
     assert nearest("zzz", names) == []

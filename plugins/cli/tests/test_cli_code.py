@@ -193,6 +193,10 @@ def test_remove_forgets_and_says_when_there_is_nothing_to_forget(repository: str
     call("plugins", "add", repository, "--yes")
     assert call("plugins", "remove", repository).stdout == f"no longer trusted: {repository}\n"
     assert "does not list" in call("plugins", "remove", repository).stderr
+    folder = os.path.relpath(repository.removeprefix("file://"))
+    assert call("plugins", "add", f"./{folder}", "--yes").exit_code == 0
+    assert call("plugins", "info", repository).stdout.startswith("plugin      acme-focal ")
+    assert call("plugins", "remove", f"./{folder}").stdout == f"no longer trusted: {repository}\n"
     registry.cache_clear()
     from twinkle.errors import NotTrusted
 

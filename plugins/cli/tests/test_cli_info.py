@@ -231,8 +231,8 @@ def test_search_that_finds_nothing_says_what_is_near() -> None:
     done = CliRunner().invoke(main, ["plugins", "search", "foclaloss", "--kind", "loss"])
     assert done.exit_code == 1
     assert done.stdout == (
-        "the index of published plugins has nothing of kind loss with 'foclaloss'; nearest: FocalLoss; what is installed "
-        "here only: twinkle plugins list KIND\n"
+        "the index of published plugins has nothing of kind loss with 'foclaloss'; nearest: FocalLoss; "
+        "what is installed here only: twinkle plugins list KIND\n"
     )
     done = CliRunner().invoke(main, ["plugins", "search", "telescope", "--json"])
     assert (done.exit_code, done.stdout) == (1, "[]\n")

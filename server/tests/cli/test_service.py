@@ -141,6 +141,13 @@ def test_status_tells_that_a_server_starts(tmp_path: Path) -> None:
     assert (fields["running"], fields["starting"], fields["silent"]) == (False, True, os.getpid())
 
 
+@pytest.mark.parametrize("command", ["status", "check"])
+def test_a_folder_that_no_service_has_used_is_said_to_be_one(command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no twinkle\.db: no service has used it"):
+        run(command, "--data", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_changes_something_is_in_the_audit(service: Process) -> None:
     with service.client() as client:
         client.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
