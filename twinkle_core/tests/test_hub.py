@@ -111,7 +111,7 @@ def test_a_text_that_is_no_id_is_a_path(text, shelf, tmp_path, monkeypatch):
 
 def test_a_single_word_is_told_how_a_hub_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelLoadError, match="hf://owner/name") as error:
+    with pytest.raises(ModelLoadError, match=r"scheme://name, there are: .*hf://") as error:
         local_model("Qwen3-4B")
     assert local.ALIASES in str(error.value)
 

@@ -208,5 +208,6 @@ def test_the_default_precision_is_what_the_device_computes_natively(
     monkeypatch.setattr(Platform.get(), "computes_bfloat16", lambda: native)
     model = kind(model_id=str(source))
     assert model.mixed_precision == precision
+    assert kind(model_id=str(source), dtype="bfloat16").mixed_precision == "bf16"
     with model._loaded.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

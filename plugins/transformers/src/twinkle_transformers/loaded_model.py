@@ -15,7 +15,7 @@ from twinkle.platform import Platform
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import PRECISION, OptimizerGroup, check_model_id, check_model_options, new_group
-from twinkle_transformers.loading import load_model
+from twinkle_transformers.loading import dtype_of, load_model
 from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.memory import Recompute
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
@@ -61,7 +61,9 @@ class LoadedModel:
         **kwargs: Any,
     ) -> None:
         if mixed_precision == "auto":
-            mixed_precision = "bf16" if Platform.computes_bfloat16() else "no"
+            half = dtype is not None and dtype_of(dtype) != torch.float32
+            # weights of a half type are never trained as they are unless that is asked for
+            mixed_precision = "bf16" if half or Platform.computes_bfloat16() else "no"
         check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
         check_model_id(model_id, model_cls, kwargs)
         self.model_id = str(model_id)

@@ -45,7 +45,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         device_mesh: by default the one given to `twinkle.initialize`.
         mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "fp16" likewise in
             float16, with a loss scale; "no" computes in `dtype`; "auto" is "bf16" if the device computes bfloat16
-            natively, else "no".
+            natively or `dtype` is not float32, else "no".
         strategy: both published names mean this backend's own; the mesh decides how parameters are distributed.
         ddp_config: for meshes without fsdp: `bucket_cap_mb` (64) of the flat buffers in which gradients are summed.
             Options of torch's wrapper that are not needed here (`find_unused_parameters`, ...) are accepted.
