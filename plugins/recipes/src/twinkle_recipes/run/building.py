@@ -80,17 +80,24 @@ def set_rows(model: Any, config: RunConfig) -> None:
 
 def load_model(config: RunConfig, settings: ModelConfig, on_nonfinite: Literal["raise", "skip"] = "raise") -> Any:
     """Load the configured model, without adapter."""
-    recomputation = settings.gradient_checkpointing
-    optional = {"dtype": settings.dtype, "gradient_checkpointing": None if recomputation == "auto" else recomputation}
+    optional = {
+        "dtype": settings.dtype,
+        "mixed_precision": _unless_auto(settings.mixed_precision),
+        "gradient_checkpointing": _unless_auto(settings.gradient_checkpointing),
+    }
     return config.build(
         "model",
         settings.type,
         model_id=settings.id,
-        mixed_precision=settings.mixed_precision,
         on_nonfinite=on_nonfinite,
         **{name: value for name, value in optional.items() if value is not None},
         **settings.args,
     )
+
+
+def _unless_auto(value: Any) -> Any:
+    """Return a value, or None for "auto": the default of the model's class applies."""
+    return None if value == "auto" else value
 
 
 def adapter_config(lora: LoraConfig) -> Any:
