@@ -238,19 +238,19 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "Retention._names",
         "for begin in range(first or 0, (last or 0) + 1, _PIECE):",
         "1 -> 2",
-        "one more piece is read, in which nothing can be",
+        "one more piece is read, which is empty",
     ),
     Equivalent(
         "migrate",
         "if before is None and target == VERSIONS[-1]:",
         "Eq -> NotEq",
-        "a new database is made by the migrations, which make the same tables",
+        "the migrations create a new database; a test compares their tables with the declared ones",
     ),
     Equivalent(
         "Supervisor._watch",
         "stopped = 0.0",
         "0.0 -> 1.0",
-        "an engine that is stopped from its first moment is borne a second less",
+        "an engine that is stopped from its first moment is killed a second earlier",
     ),
     Equivalent(
         "SqliteDatabase.close",
@@ -274,7 +274,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "_kind",
         "longest: tuple[int, str | None] = (-1, None)",
         "1 -> 2",
-        "no path has less than no character",
+        "both values are smaller than the length of every path",
     ),
     Equivalent(
         "Dispatcher.engine_down",

@@ -492,6 +492,7 @@ def check_unchanged(seeds: int, of_parts: int) -> None:
         from service_simulation.simulation import simulate
 
         for seed in range(first, first + _CHUNK):
+            _limit(SECONDS)
             try:
                 if seed < seeds:
                     simulate(seed)  # its parts included
