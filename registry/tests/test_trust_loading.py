@@ -1,4 +1,4 @@
-"""Code from a hub: refused until somebody added it, then a plugin like any other, under a module name of its own."""
+"""Loading code from a hub: it is refused until it is added, and then imported under a unique module name."""
 
 import hashlib
 import importlib

@@ -1,4 +1,4 @@
-"""A repository of a hub: added once, then used by its name, without the hub, until somebody edits it."""
+"""A plugin in a hub repository: after it is added, it is found by name without the hub, unless its files change."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Opening a data folder: made with care, migrated up and down, refused when it is somebody else's or newer."""
+"""Opening a data folder: creation, migration in both directions, and refusal of foreign and newer folders."""
 
 import re
 import subprocess

@@ -230,9 +230,9 @@ def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
 
     class Noting(Service):
         async def submit(self, submission: Submission, in_transaction=None) -> Accepted:
-            found = await super().submit(submission, in_transaction)
+            accepted = await super().submit(submission, in_transaction)
             refused.append(submission.refusal)
-            return found
+            return accepted
 
     async def story() -> None:
         limited = Limited(Noting(), World().meter)

@@ -183,8 +183,8 @@ async def _die_of_restoring(life: RuntimeLife, clock: Clock, draw: random.Random
     request, other = await life.submit(1), await life.submit(0, queue=MODELS[1])
     for deaths in range(1, MAX_DEATHS + 1):
         runs = [each for each in life.sent() if each[:2] == ("run", name)]
-        wanted = [run(0, replay=True, alone=deaths > 1), run(1)] if of_replay else [run(1)] * (deaths == 1)
-        demand(runs == wanted, f"after {deaths - 1} deaths: {life.sent()}")
+        expected = [run(0, replay=True, alone=deaths > 1), run(1)] if of_replay else [run(1)] * (deaths == 1)
+        demand(runs == expected, f"after {deaths - 1} deaths: {life.sent()}")
         if of_replay:
             life.child.say(messages.RESTORED, queue_id=name)
             [row] = [each.head["id"] for each in life.child.sent if each.head.get("replay")]
