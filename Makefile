@@ -9,8 +9,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # Hundreds of processes are started, also where the environment forbids bytecode: each would compile the code again.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
-PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* hub/src/twinkle* plugins/*/src/twinkle* server/src/twinkle* templates/src/twinkle*))
-SETTINGS := requirements.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
+PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* hub/src/twinkle* plugins/*/src/twinkle* server/src/twinkle* server/client/src/twinkle* templates/src/twinkle*))
+SETTINGS := requirements.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml server/client/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart serve-demo grpo-demo test test-all soak gpu lint format bench docs clean

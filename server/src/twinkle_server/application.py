@@ -11,10 +11,12 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from twinkle_server import ports
+from twinkle_server.app_state import AppState, Records
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
+from twinkle_server.requests import add_routes, json_response
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
@@ -36,8 +38,6 @@ from twinkle_server.tinker import (
     sessions,
     training,
 )
-from twinkle_server.tinker.app_state import AppState, Records
-from twinkle_server.tinker.requests import add_routes, json_response
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import orjson
 import pytest
 import uvicorn
 
+from twinkle_server.app_state import AppState
 from twinkle_server.application import create_application
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.engine.files import publish
@@ -24,7 +25,6 @@ from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store import Store, open_store
 from twinkle_server.tenancy.auth import Authentication, Caller
-from twinkle_server.tinker.app_state import AppState
 from twinkle_server.wire.codec import (
     SampledPrompt,
     SampledText,

@@ -12,8 +12,8 @@ import httpx
 import orjson
 import pytest
 
-from twinkle_server.tinker import requests
-from twinkle_server.tinker.requests import LARGE, parse
+from twinkle_server import requests
+from twinkle_server.requests import LARGE, parse
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_server.wire.codec import read_forward_backward_output, write_tensor
 

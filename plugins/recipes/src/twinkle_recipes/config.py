@@ -150,8 +150,8 @@ class ModelConfig(Strict):
     type: str = Field(default="TransformersModel", description="Component of kind `model`")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         default="auto",
-        description="Precision of the forward pass; auto: the default of the model class (TransformersModel: bf16 if the "
-        "hardware supports it, else no)",
+        description="Precision of the forward pass; auto: the default of the model class (TransformersModel: bf16 if "
+        "the hardware supports it, else no)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Precision of the frozen and trained weights; default: chosen by the model class"

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from twinkle_server.app_state import app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.requests import isoformat, json_response, without_none
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.tenants import day_of
-from twinkle_server.tinker.app_state import app_state_of, caller_of, now
-from twinkle_server.tinker.requests import isoformat, json_response, without_none
 
 router = APIRouter()
 _TOKENS = ("training", "sampling_prefill", "sampling_sample")

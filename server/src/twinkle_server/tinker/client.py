@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle_server.app_state import app_state_of, caller_of
 from twinkle_server.errors import NotFound
-from twinkle_server.tinker.app_state import app_state_of, caller_of
-from twinkle_server.tinker.requests import json_response
+from twinkle_server.requests import json_response
 
 router = APIRouter()
 

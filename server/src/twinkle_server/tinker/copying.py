@@ -7,15 +7,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.engine.files import Damaged, copy_checkpoint
 from twinkle_server.errors import BadRequest, NotFound, SequenceConflict, Unprocessable
 from twinkle_server.ids import CheckpointPath, model_id, new_id
+from twinkle_server.requests import Body, Id, Number, Text, body_schema, json_response, read
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tenancy.quotas import check_quotas
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.tinker.models import check_free
-from twinkle_server.tinker.requests import Body, Id, Number, Text, body_schema, json_response, read
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()

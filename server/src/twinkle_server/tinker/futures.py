@@ -14,12 +14,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from sqlalchemy import Connection, select
 
+from twinkle_server.app_state import AppState, app_state_of, caller_of
 from twinkle_server.errors import BadRequest
 from twinkle_server.operations import Future
+from twinkle_server.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
-from twinkle_server.tinker.app_state import AppState, app_state_of, caller_of
-from twinkle_server.tinker.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
 from twinkle_server.wire.loss_graphs import MAX_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
 router = APIRouter()

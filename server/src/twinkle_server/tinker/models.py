@@ -7,13 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath, model_id
 from twinkle_server.operations import Accepted, Create, Load, Submission, Unload
-from twinkle_server.store import models
-from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of, now
-from twinkle_server.tinker.requests import (
+from twinkle_server.requests import (
     Body,
     Id,
     Metadata,
@@ -29,6 +27,8 @@ from twinkle_server.tinker.requests import (
     submit,
     submit_body,
 )
+from twinkle_server.store import models
+from twinkle_server.store.records import Checkpoint, Model
 
 router = APIRouter()
 _RANKS = 1024

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from twinkle_server.app_state import AppState, Caller, now
 from twinkle_server.errors import Gone, NotFound
-from twinkle_server.tinker.app_state import AppState, Caller, now
 
 LOSSES: Final = ("stable_reinforce",)
 """Losses that require provenance spans."""

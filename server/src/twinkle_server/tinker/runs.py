@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
+from twinkle_server.app_state import app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.store.records import Checkpoint, Model
-from twinkle_server.tinker.app_state import app_state_of, caller_of, now
-from twinkle_server.tinker.requests import (
+from twinkle_server.requests import (
     Body,
     Limit,
     Offset,
@@ -22,6 +21,7 @@ from twinkle_server.tinker.requests import (
     read,
     without_none,
 )
+from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()

@@ -9,14 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, StrictInt, StrictStr
 
+from twinkle_server.app_state import Caller, app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
 from twinkle_server.operations import Sample, Submission
-from twinkle_server.store import recorded
-from twinkle_server.store.records import Sampler
-from twinkle_server.tinker.app_state import Caller, app_state_of, caller_of, now
-from twinkle_server.tinker.models import check_base
-from twinkle_server.tinker.requests import (
+from twinkle_server.requests import (
     LARGE,
     Body,
     Id,
@@ -29,6 +26,9 @@ from twinkle_server.tinker.requests import (
     read,
     without_none,
 )
+from twinkle_server.store import recorded
+from twinkle_server.store.records import Sampler
+from twinkle_server.tinker.models import check_base
 
 _TARGETS = ("data", "shape", "sparse_crow_indices", "sparse_col_indices")
 _MOST_CELLS = 2**24

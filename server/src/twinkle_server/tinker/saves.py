@@ -4,13 +4,13 @@ from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle_server.app_state import AppState, Caller
 from twinkle_server.engine.encryption import check_recipients
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import check_name, new_id, sampler_id
 from twinkle_server.operations import Save
+from twinkle_server.requests import Metadata, Number, Numbered, Text, body_schema, submit_body
 from twinkle_server.store.records import Model
-from twinkle_server.tinker.app_state import AppState, Caller
-from twinkle_server.tinker.requests import Metadata, Number, Numbered, Text, body_schema, submit_body
 
 router = APIRouter()
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400

@@ -6,12 +6,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, Field
 
+from twinkle_server.app_state import Caller, app_state_of, caller_of, now
 from twinkle_server.ids import new_id
-from twinkle_server.store.records import Session, write_cursor
-from twinkle_server.store.sessions import SessionSearch
-from twinkle_server.telemetry.logs import redact
-from twinkle_server.tinker.app_state import Caller, app_state_of, caller_of, now
-from twinkle_server.tinker.requests import (
+from twinkle_server.requests import (
     Body,
     Id,
     Limit,
@@ -24,6 +21,9 @@ from twinkle_server.tinker.requests import (
     read,
     without_none,
 )
+from twinkle_server.store.records import Session, write_cursor
+from twinkle_server.store.sessions import SessionSearch
+from twinkle_server.telemetry.logs import redact
 
 router = APIRouter()
 

@@ -9,14 +9,10 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of
 from twinkle_server.errors import BadRequest, Unprocessable
 from twinkle_server.operations import OptimStep, Submission
-from twinkle_server.settings import Limits
-from twinkle_server.store.records import Model
-from twinkle_server.telemetry.logs import holds_key
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of
-from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
-from twinkle_server.tinker.requests import (
+from twinkle_server.requests import (
     Body,
     Numbered,
     Text,
@@ -25,6 +21,10 @@ from twinkle_server.tinker.requests import (
     owned_model,
     submit_body,
 )
+from twinkle_server.settings import Limits
+from twinkle_server.store.records import Model
+from twinkle_server.telemetry.logs import holds_key
+from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
 
 router = APIRouter()
 _ON_A_THREAD = 96 * 2**10  # bytes; for less, a thread costs more than parsing (4k tokens: 50 µs)

@@ -14,9 +14,11 @@ from service_simulation.disk import SimulatedDatabase
 from service_simulation.virtual import PROCESS, Process
 from starlette.requests import Request
 
+from twinkle_server.app_state import AppState
 from twinkle_server.application import PREFIX, tinker_routes
 from twinkle_server.engine import messages
 from twinkle_server.errors import Busy, ServiceError
+from twinkle_server.requests import json_response as answer
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import StartChild
@@ -25,8 +27,6 @@ from twinkle_server.store import Store, open_store
 from twinkle_server.store.tenants import UsageLog
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Limited, Meter
-from twinkle_server.tinker.app_state import AppState
-from twinkle_server.tinker.requests import json_response as answer
 
 _FLUSH = 10.0
 _endpoints: dict[tuple[str, str], Callable[..., Any]] = {}

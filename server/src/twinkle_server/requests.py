@@ -17,10 +17,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of
 from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
 from twinkle_server.operations import Accepted, Kind, Submission
 from twinkle_server.store.records import Model, Page
-from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller_of
 
 LARGE = 64 * 2**10
 """Size in bytes from which JSON is parsed on a thread, so as not to block the event loop."""

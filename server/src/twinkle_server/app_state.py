@@ -1,4 +1,4 @@
-"""State of the Tinker endpoints: the running service, the tables, and the caller."""
+"""State that the endpoints of all protocols share: the running service, the tables, and the caller."""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -1,0 +1,1 @@
+"""The client of a Twinkle service: the classes of a local training script, over HTTP."""
