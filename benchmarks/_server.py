@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from ledger_engine import ENGINE, MODEL  # found by the path above
+from ledger_engine import MODEL  # found by the path above
 
 from twinkle_server.wire import tinker_pb2 as wire
 
 PROTOBUF = "application/x-protobuf"
+ENGINE = f"{Path(__file__).resolve().with_name('_null_engine.py')}:NullEngine"
 PACKAGES = ["twinkle-server", "fastapi", "uvicorn", "uvloop", "httptools", "protobuf", "sqlalchemy"]
 _PROCESS = """
 import json, sys

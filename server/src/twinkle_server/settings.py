@@ -20,8 +20,8 @@ class Limits:
         request_tokens: tokens of all rows of one forward-backward request.
         samples: sequences of one sampling request.
         queued: pending operations of one tenant.
-        small_bytes: payloads and results up to this size (a pass of 4,096 tokens, for example) are stored in the
-            database. Larger ones are files, which take longer and keep the database small.
+        small_bytes: payloads and results up to this size (a pass of 64,000 tokens, for example) are stored in the
+            database. Larger ones are files, which keep the database small and take longer.
         loss_bytes: memory that the loss of a plugin may allocate in its worker process.
         graph_seconds: time of a client's loss graph for all rows of one operation, backward included.
     """
@@ -33,7 +33,7 @@ class Limits:
     request_tokens: int = 4 * 2**20
     samples: int = 512
     queued: int = 4096
-    small_bytes: int = 128 * 2**10
+    small_bytes: int = 2**20
     loss_bytes: int = 2**30
     graph_seconds: float = 5.0
 

@@ -11,6 +11,7 @@ import pytest
 from twinkle_server import failpoints
 from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict, Unavailable
 from twinkle_server.operations import Future, Operation, Outcome, Snapshot, Submission
+from twinkle_server.settings import Limits
 from twinkle_server.store import Store, models
 from twinkle_server.store.journal import SqliteJournal
 from twinkle_server.store.memory import MemoryJournal
@@ -19,7 +20,7 @@ from twinkle_server.store.records import Model
 Journal = SqliteJournal | MemoryJournal
 Run = Callable[[Awaitable[Any]], Any]
 QUEUE = "ada-s:train:0"
-LARGE = bytes(range(256)) * 1000
+LARGE = bytes(range(256)) * (Limits().small_bytes // 256 + 1)
 KEY = f"tml-{'k' * 43}"
 
 
@@ -221,7 +222,7 @@ def test_results_that_are_not_written_leave_no_files(
     store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     operations = [run(store.journal.submit(step(number)))[1] for number in range(1, 4)]
-    large = [Outcome(operation.id, bytes([operation.id]) * 200_000) for operation in operations]
+    large = [Outcome(operation.id, bytes([operation.id]) * len(LARGE)) for operation in operations]
     put, count = store.journal.results.put, 0
 
     async def third_fails(data: bytes) -> str:
@@ -240,7 +241,7 @@ def test_results_that_are_not_written_leave_no_files(
     with pytest.raises(type(fault)):
         run(store.journal.finish(large))
     with pytest.raises(type(fault)):
-        run(store.journal.submit(replace(step(9), payload=b"p" * 200_000)))
+        run(store.journal.submit(replace(step(9), payload=b"p" * len(LARGE))))
     assert [list((store.data / place).iterdir()) for place in ("results", "payloads")] == [[], []]
 
 

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, text
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Create, Operation, Outcome, Sample, Save, Snapshot, Submission
+from twinkle_server.settings import Limits
 from twinkle_server.store import Store, folders, retention, samplers
 from twinkle_server.store.records import Checkpoint, Model, Sampler, Session
 
@@ -120,7 +121,7 @@ def test_files_of_many_rows_are_known_and_read_in_pieces(
     assert (run(store.retention.payload_files()), run(store.retention.result_files())) == (set(), set())
     for number in range(1, 8):
         large = number % 2 == 0
-        run(done(store, number, payload=b"p" * (200_000 if large else 10)))
+        run(done(store, number, payload=b"p" * (Limits().small_bytes + 1 if large else 10)))
     monkeypatch.setattr(retention, "_PIECE", 3)
     reads, read = [], store.database.read
 

@@ -12,6 +12,7 @@ import pytest
 
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.operations import Outcome, Submission
+from twinkle_server.settings import Limits
 from twinkle_server.store import Store, checkpoints, models, samplers, sessions, statements, tenants
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Sampler, Session, Usage
 from twinkle_server.store.sessions import SessionSearch
@@ -230,7 +231,7 @@ def test_whose_a_result_is_does_not_depend_on_its_being_there(ada: Store, run: R
 
 def test_client_text_never_becomes_a_file_name(ada: Store, run: Run) -> None:
     evil = "../../../../tmp/evil"
-    run(ada.journal.submit(Submission(evil, evil, "sample", b"x" * 200_000, 0)))
+    run(ada.journal.submit(Submission(evil, evil, "sample", b"x" * (Limits().small_bytes + 1), 0)))
     names = [path.name for path in (ada.data / "payloads").iterdir()]
     assert len(names) == 1
     assert set(names[0]) <= set("0123456789abcdef-")

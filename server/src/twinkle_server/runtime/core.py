@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
 _AGAIN = 1.0  # seconds
 _KEPT = 1024  # waiting operations whose payloads stay in memory
+_KEPT_BYTES = 128 * 2**10  # of a payload that stays in memory
 _LAST_WORDS = 5.0  # seconds to write the remaining outcomes at shutdown
 
 
@@ -239,7 +240,7 @@ class Runtime:
     def _drop_payload(self, queue: ModelQueue, operation: Operation) -> None:
         """Drop the payload of a waiting operation if it is large or many wait; it is read again before sending."""
         waits = operation.payload is not None and operation.id not in queue.in_flight
-        small = len(operation.payload or b"") <= self._settings.limits.small_bytes
+        small = len(operation.payload or b"") <= min(self._settings.limits.small_bytes, _KEPT_BYTES)
         if waits and not (small and len(self.futures) <= _KEPT):
             operation.payload = None
 
