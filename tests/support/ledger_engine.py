@@ -249,12 +249,13 @@ class LedgerEngine(Engine):
         self._requests: list[Request] = []
         self._added = self._calls = 0
         self._between: Callable[[], None] = lambda: None
+        self._ended: Callable[[int, OperationResult | OperationError], None] = lambda index, result: None
 
     def describe(self) -> EngineInfo:
         """See `Engine`."""
         return EngineInfo(
             "Ledger", self.faults.context, self.faults.vocabulary, losses=frozenset(LOSSES),
-            features=frozenset({"interrupt", "prompt_scores", "train_unembed"}),
+            features=frozenset({"early_results", "interrupt", "prompt_scores", "train_unembed"}),
         )  # fmt: skip
 
     def add(self, name: str, spec: AdapterSpec) -> AdapterRef:
@@ -298,9 +299,15 @@ class LedgerEngine(Engine):
         every = self.faults.memory_every
         if tokens > self.faults.tokens_in_memory or (every and self._calls % every == 0):
             raise CapacityError(f"the ledger was told that {tokens} tokens are too many") from MemoryError()
-        self.faults.spend(tokens, self._between)
         number = time.time_ns()
-        return [self._run(place, operation, number) for place, operation in enumerate(operations)]
+        results = []
+        for place, operation in enumerate(operations):
+            if place and self.faults.seconds_per_token > 0:
+                self._between()
+            self.faults.spend(sum(len(row["input_ids"]) for row in operation.rows), self._between)
+            results.append(self._run(place, operation, number))
+            self._ended(place, results[-1])
+        return results
 
     def _run(self, place: int, operation: Operation, number: int) -> OperationResult | OperationError:
         assert isinstance(operation.adapter, AdapterRef)
@@ -323,6 +330,10 @@ class LedgerEngine(Engine):
         loss = -float(sum(output["logps"].sum() for output in outputs))
         made: Any = outputs
         return OperationResult(made, loss, 1.0, metrics, usage, [{"pass": number}])
+
+    def report(self, ended: Callable[[int, OperationResult | OperationError], None]) -> None:
+        """See `Engine`."""
+        self._ended = ended
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """See `Engine`."""

@@ -261,6 +261,7 @@ ENGINES: dict[str, Broken] = {
     "wrong_requests": broken(without("no_such_parameter", lambda value: True)),
     "paging": broken(changed(Engine, page=lambda self, adapter, to, folder=None: None)),
     "composition": broken(each_result(lambda r: r if isinstance(r, OperationError) else replace(r, composition=[]))),
+    "early_results": broken(changed(Engine, report=lambda self, ended: None)),
     "interrupts": broken(changed(Engine, interrupt=lambda self, between: None)),
     "prompt_scores": broken(requests(result=scored_with_none)),
     "stop_strings": broken(without("stop", lambda value: isinstance(value, str))),

@@ -99,7 +99,7 @@ class TransformersEngine(Engine):
         module = self._model.model
         folder = Path(self._model.model_path)
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
-        features: set[Feature] = {"composition", "interrupt", "page", "prompt_scores"}
+        features: set[Feature] = {"composition", "early_results", "interrupt", "page", "prompt_scores"}
         if has_tokenizer:
             features.add("stop_strings")
         if any(site.head for site in self._pool.sites.values()):
@@ -203,16 +203,23 @@ class TransformersEngine(Engine):
                 _check_device(result.error)
         return results
 
+    def report(self, ended: Callable[[int, OperationResult | OperationError], None]) -> None:
+        """Set the function that is called with results; see `Engine.report`."""
+
+        def checked(index: int, result: OperationResult | OperationError) -> None:
+            if isinstance(result, OperationError):
+                _check_device(result.error)
+            with _stops():
+                ended(index, result)
+
+        self._pool.ended = checked
+
     def interrupt(self, between: Callable[[], None]) -> None:
         """Set the function that is called between passes; see `Engine.interrupt`."""
 
         def guarded() -> None:
-            try:
+            with _stops():
                 between()
-            except EngineFault:
-                raise
-            except Exception as error:  # the passes before have added their gradients
-                raise EngineFault(f"a pass was stopped by {type(error).__name__}") from error
 
         self._pool.between = guarded
 
@@ -392,6 +399,17 @@ class PeftAdapter:
         """Write `adapter_model.safetensors` and `adapter_config.json` into a folder."""
         save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self.config.save_pretrained(str(folder))
+
+
+@contextmanager
+def _stops() -> Iterator[None]:
+    """Convert any exception to an `EngineFault`: earlier passes of the call have added their gradients."""
+    try:
+        yield
+    except EngineFault:
+        raise
+    except Exception as error:
+        raise EngineFault(f"a pass was stopped by {type(error).__name__}") from error
 
 
 @contextmanager

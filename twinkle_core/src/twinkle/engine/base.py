@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from twinkle.data_format import InputFeature, ModelOutput, SampleResponse, SamplingParams, StopReason
 from twinkle.errors import Unsupported
 
-Feature = Literal["composition", "interrupt", "page", "prompt_scores", "stop_strings", "train_unembed"]
+Feature = Literal["composition", "early_results", "interrupt", "page", "prompt_scores", "stop_strings", "train_unembed"]
 """Optional abilities of an engine; see `EngineInfo.features`."""
 
 
@@ -32,6 +32,7 @@ class EngineInfo:
 
             - `composition`: an operation is recomputed bit for bit from `OperationResult.composition`; an engine whose
               numbers never depend on the operations beside it does not need this;
+            - `early_results`: `run` calls the function given to `report` as soon as an operation has ended;
             - `interrupt`: `run` calls the function given to `interrupt` between its passes;
             - `page`: adapters can be moved to host memory and disk;
             - `prompt_scores`: sampling scores prompt tokens (`prompt_logprobs`, `prompt_logprobs_last`,
@@ -39,8 +40,8 @@ class EngineInfo:
             - `stop_strings`: sampling stops at texts, not only at token ids;
             - `train_unembed`: adapters can adapt the output projection.
 
-            Using a feature that is absent raises `Unsupported`, except `composition` and `interrupt`, whose absence
-            costs exactness of replays and latency of sampling.
+            Using a feature that is absent raises `Unsupported`, except `composition`, `early_results` and `interrupt`,
+            whose absence costs exactness of replays and latency of results and of sampling.
         losses: losses that the engine computes itself. `Operation.loss` may be such a name, with the options in
             `loss_options`; any other loss is an object that the engine calls with tensors of torch.
         paths: the evidence for each fast path, as JSON data: `path`, `exact`, `reason`, `summary`.
@@ -404,7 +405,7 @@ class Engine(ABC):
         with a `NonFiniteError`.
 
         Raises:
-            CapacityError: no operation was run, for lack of memory; fewer operations may fit.
+            CapacityError: no operation was run, for lack of memory, but those that were reported; fewer may fit.
             EngineFault: some gradients were added and others were not, or the device has failed.
         """
 
@@ -419,6 +420,15 @@ class Engine(ABC):
         Raises:
             EngineFault: some adapters were updated and others were not, or the device has failed.
         """
+
+    def report(self, ended: Callable[[int, OperationResult | OperationError], None]) -> None:
+        """Set the function that `run` calls as soon as an operation has ended, before the passes of others.
+
+        Its arguments are the index of the operation in the call, and what `run` will return for it. Each operation is
+        reported once, and those of one adapter in their order. An exception of the function ends `run` with an
+        `EngineFault`. Without the feature `early_results` this method does nothing.
+        """
+        return
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """Set the function that `run` calls between its passes, when no activations are in memory.

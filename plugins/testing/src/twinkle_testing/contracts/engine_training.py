@@ -352,6 +352,64 @@ def composition(case: EngineCase) -> None:
     require(same_bits(case.weights(first), case.weights(again)), "with its composition, the gradient has other bits")
 
 
+def early_results(case: EngineCase) -> None:
+    """`run` reports an operation before the passes of others, once, with the result that it returns."""
+    case.needs("early_results")
+    first, second = case.adapter(seed=1), case.adapter(seed=2)
+    size = min(case.info.context, case.engine.pass_tokens)
+    long: list[Any] = [{"input_ids": [7] * size, "labels": [7] * size}] * 2
+    scored: list[int] = []
+    reported: dict[int, Any] = {}
+    scored_at_first: list[int] = []
+
+    def numbered(index: int) -> Callable[[Any, Any], LossOutput]:
+        def loss(inputs: Any, outputs: Any) -> LossOutput:
+            scored.append(index)
+            return token_nll(inputs, outputs)
+
+        return loss
+
+    def ended(index: int, result: Any) -> None:
+        require(index not in reported, f"operation {index} was reported twice")
+        scored_at_first.extend([] if reported else scored)
+        reported[index] = result
+
+    adapters: list[AdapterRef | str] = ["kit-missing", first, second, first]
+    operations = [Operation(ref, "forward_backward", long, numbered(index)) for index, ref in enumerate(adapters)]
+    case.engine.report(ended)
+    try:
+        results = case.run(*operations)
+    finally:
+        case.engine.report(_ignored)
+    require(set(reported) == set(range(len(operations))), f"of 4 operations, {sorted(reported)} were reported")
+    for index, result in enumerate(results):
+        same = type(reported[index]) is type(result) and _loss_of(reported[index]) == _loss_of(result)
+        require(same, f"operation {index} was reported with another result than run() returned")
+    order = [index for index in reported if adapters[index] is first]
+    require(order == sorted(order), f"operations of one adapter were reported in the order {order}")
+    require(isinstance(results[0], OperationError), "run() took the name of an adapter that does not exist")
+    for index in range(1, 4):
+        require(isinstance(results[index], OperationResult), f"operation {index} failed: {shown(results[index])}")
+    reported.clear()
+    scored_at_first.clear()
+    scored.clear()
+    case.engine.report(ended)
+    try:
+        case.run(*operations[1:])
+    finally:
+        case.engine.report(_ignored)
+    late = "operations of two full passes each were reported only after the loss of the last one was computed"
+    require(set(scored_at_first) != {1, 2, 3}, late)
+
+
+def _loss_of(result: Any) -> Any:
+    return getattr(result, "loss_sum", None)
+
+
+def _ignored(index: int, result: Any) -> None:
+    """Do nothing."""
+
+
 def interrupts(case: EngineCase) -> None:
     """`run` calls the function of `interrupt` between passes; it may sample, and does not change results."""
     case.needs("interrupt")

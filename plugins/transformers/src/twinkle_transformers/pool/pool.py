@@ -48,6 +48,7 @@ from twinkle_transformers.pool.passes import (
     cuts_of,
     no_room,
 )
+from twinkle_transformers.pool.results import Ended, Results
 from twinkle_transformers.pool.snapshots import restore_snapshot, take_snapshot
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
@@ -85,6 +86,7 @@ class LoraPool:
     Attributes:
         between: called between two passes of a call, when neither holds memory, so that a sampler can take a step. It
             must not change the adapters.
+        ended: called by `run` for each operation as soon as it has ended, those of one adapter in their order.
 
     Raises:
         Unsupported: the model cannot carry adapters, or the forward of a layer was replaced.
@@ -122,6 +124,7 @@ class LoraPool:
         self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
         self.between: Callable[[], None] = _nothing
+        self.ended: Ended | None = None
         self._reads = count(1)
         self._share_prefixes = share_prefixes
         self._settle_prefixes()
@@ -225,6 +228,7 @@ class LoraPool:
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         works: list[WorkItem | OperationError] = []
         earlier: Counter[AdapterRef] = Counter()
+        results = Results(operations, self.finish, self.ended)
         for index, operation in enumerate(operations):
             try:
                 work = self.prepare(index, operation)
@@ -234,8 +238,9 @@ class LoraPool:
                 works.append(work)
             except Exception as error:  # a loss or processor may raise anything, and the other operations must go on
                 works.append(OperationError(error, _name(operation.adapter), index))
-        self.execute([work for work in works if isinstance(work, WorkItem)])
-        return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
+        results.add(works)
+        self.execute([work for work in works if isinstance(work, WorkItem)], results.advance)
+        return results.all()
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         """Update several adapters together; see `Engine.step`."""
@@ -282,8 +287,8 @@ class LoraPool:
             tenant.add_gradient(torch.zeros_like(tenant.flat.detach()))
         return tenant
 
-    def execute(self, works: Sequence[WorkItem]) -> None:
-        """Compute prepared operations in as many passes as needed."""
+    def execute(self, works: Sequence[WorkItem], passed: Callable[[], None] | None = None) -> None:
+        """Compute prepared operations in as many passes as needed; call `passed` after each of them."""
         full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
         passes = chain(
             self._again([work for work in works if work.operation.composition]),
@@ -293,6 +298,8 @@ class LoraPool:
             if number:
                 self.between()
             self._compute(parts, free)
+            if passed is not None:
+                passed()
 
     def _again(self, works: Sequence[WorkItem]) -> Iterator[tuple[list[MicroBatch], int | None]]:
         """Yield the recorded passes of operations that are computed again, as far as they fit into memory."""
