@@ -146,11 +146,11 @@ class Dataset:
         init_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Replace the columns by the result of a preprocessor.
+        """Add the columns that a preprocessor returns, or replace those of the same name.
 
-        It is called with a batch of columns (`dict[str, list]`) and returns columns; their number of rows and their
-        names may be others. What it does not return is gone, unless `remove_columns=[...]` says which columns go: then
-        the others stay beside the returned ones.
+        It is called with a batch of columns (`dict[str, list]`) and returns columns. Columns that it does not return
+        stay, as in `datasets`; `remove_columns=[...]` removes columns of the input. A preprocessor that returns another
+        number of rows must return all columns that stay, so remove the others: `remove_columns=dataset.column_names`.
 
         Args:
             preprocess_func: a preprocessor in any form of component argument, or any callable.
@@ -162,11 +162,12 @@ class Dataset:
 
         Raises:
             ArgumentError: an unknown keyword.
-            DataError: the preprocessor returns no columns, or no rows remain.
+            DataError: the preprocessor returns no columns, or another number of rows beside columns that stay; or no
+                rows remain.
         """
         call = called_with(preprocess_func, "preprocessor", init_args, kwargs, transform.map_options())
-        drop = call.options.pop("remove_columns", None)
-        drop = [drop] if isinstance(drop, str) else drop
+        drop = call.options.pop("remove_columns", None) or []
+        drop = [drop] if isinstance(drop, str) else list(drop)
         name = self._named(dataset_meta)
         mapped = transform.map_table(self._table(name), call.component, f"map({call.name})", drop, **call.options)
         self._replace(name, mapped, f"map({call.name})")

@@ -130,6 +130,19 @@ class IterableDataset:
         """Raise: a stream can only be read forwards."""
         raise NotSized(f"{type(self).__name__} is a stream and has no row {idx!r}; iterate over it, or use Dataset")
 
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns of the first row, which is read for this.
+
+        Raises:
+            DataError: there is no row.
+        """
+        rows = (row for chunk in self._raw_chunks() for row in run_stages(self._plan()[1], chunk).rows)
+        first = next(rows, None)
+        if first is None:
+            raise DataError(f"the stream of {all_readable(self._parts, ' + ')} has no rows after {self._last_stage()}")
+        return list(first)
+
     @_remote
     def __iter__(self) -> Iterator[Row]:
         """Yield every row.
@@ -179,8 +192,8 @@ class IterableDataset:
             preprocess_func: as for `Dataset.map`.
             dataset_meta: which of several added sets to map; may be left out when there is one, or after mixing.
             init_args: as for `Dataset.map`.
-            **kwargs: `batch_size` (the most rows it sees at a time; never more than a chunk), `remove_columns` (the
-                others stay), `fn_kwargs`.
+            **kwargs: `batch_size` (the most rows it sees at a time; never more than a chunk), `remove_columns`,
+                `fn_kwargs`.
 
         Raises:
             ArgumentError: an unknown keyword, or one that needs all rows at once (`num_proc`, `with_indices`).
