@@ -416,7 +416,10 @@ def test_the_room_is_light_and_offers_the_published_names() -> None:
     ],
 )
 def test_signatures_are_the_published_ones(method: str, published: list[str]) -> None:
-    assert list(inspect.signature(getattr(Dataset, method)).parameters) == ["self", *published]
+    parameters = inspect.signature(getattr(Dataset, method)).parameters
+    own = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert [name for name in parameters if name not in own] == ["self", *published]
+    assert all(parameters[name].default is not inspect.Parameter.empty for name in own)
 
 
 def test_a_count_of_rows_is_the_first_rows() -> None:

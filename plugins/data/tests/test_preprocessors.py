@@ -152,7 +152,7 @@ def test_values_are_stored_as_a_published_reward_compares_them() -> None:
     assert CountdownProcessor()(COUNTDOWN)["user_data"] == [[{"target": 17, "nums": [3, 4, 5]}]]
     data = Dataset(DatasetMeta(data=GSM8K))
     data.map(GSM8KProcessor())
-    rewards = [float("1005" == value) for key, value in data[0]["user_data"] if key == "ground_truth"]
+    rewards = [float(value == "1005") for key, value in data[0]["user_data"] if key == "ground_truth"]
     assert rewards == [1.0]
 
 

@@ -12,9 +12,9 @@ BOXED = "Solve the mathematics problem step by step, and write the final answer 
 ONLY_BOXED = "Answer the mathematics problem with the final answer alone, as \\boxed{...}, and write nothing else."
 THINKER = "You are a helpful assistant. Reason about the problem first, and give the answer after that."
 EQUATION = (
-    "Find an equation that equals {target} with the numbers {nums}. Use only +, -, * and /, and each number once. Write "
-    "your reasoning inside <think> </think>, and then the equation with its result inside <answer> </answer>, for example "
-    "<answer> (1 + 2) / 3 * 4 = 4 </answer>."
+    "Find an equation that equals {target} with the numbers {nums}. Use only +, -, * and /, and each number once. "
+    "Write your reasoning inside <think> </think>, and then the equation with its result inside <answer> </answer>, "
+    "for example <answer> (1 + 2) / 3 * 4 = 4 </answer>."
 )
 
 _FINAL = re.compile(r"####\s*(.+?)\s*$")

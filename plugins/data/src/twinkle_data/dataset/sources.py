@@ -278,7 +278,10 @@ def absent(asked: str, path: Path) -> str:
 
 def _without_streaming(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     if options.get("streaming"):
-        raise Unsupported(f"{what} holds rows with a length and does not stream; use IterableDataset")
+        raise Unsupported(
+            f"{what} holds rows with a length and does not stream; use IterableDataset, or Dataset(dataset_meta, "
+            "streaming=True)"
+        )
     return {name: value for name, value in options.items() if name != "streaming"}
 
 

@@ -98,6 +98,18 @@ class EncodeStage:
 
 
 @dataclass(frozen=True)
+class EncodeMissing:
+    """Encodes the rows that have no `input_ids`."""
+
+    stage: EncodeStage
+    name: str = "encode"
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        """Return the chunk with all rows encoded."""
+        return self.stage(chunk) if any("input_ids" not in row for row in chunk.rows) else chunk
+
+
+@dataclass(frozen=True)
 class CheckStage:
     """Drops the rows that a template cannot encode, in batches of `batch_size` rows."""
 
@@ -140,7 +152,7 @@ class ImageStage:
         return {**row, self.column: image}
 
 
-Stage = MapStage | FilterStage | EncodeStage | CheckStage | ImageStage
+Stage = MapStage | FilterStage | EncodeStage | EncodeMissing | CheckStage | ImageStage
 
 
 def run_stages(stages: Iterable[Stage], chunk: Chunk) -> Chunk:
