@@ -156,7 +156,7 @@ def hub_reference(meta: DatasetMeta) -> str | None:
     if scheme_of(name):
         return name
     path = Path(name).expanduser()
-    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name)
+    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name, bare=True)
 
 
 def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> Table:
