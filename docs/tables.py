@@ -442,8 +442,8 @@ def _places(room: str) -> list[str]:
     from twinkle import registry
 
     module = import_module(f"twinkle.{room}")
-    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-    values = [value for name in names if _is_definition(value := getattr(module, name))]
+    public = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    values = [value for name in getattr(public, "own", public) if _is_definition(value := getattr(module, name))]
     places = {_place(value) for value in values if room == "errors" or _room_of(value.__module__) == room}
     exports = (export for specs in registry().exports(f"twinkle.{room}").values() for export in specs)
     places |= {_place(value) for e in exports if _is_definition(value := getattr(module, e.name))}

@@ -175,6 +175,21 @@ def test_an_id_without_a_prefix_and_the_aliases(hub: FakeHub, client: Any, name,
     assert client("HubOperation.remove_source_type(id)", id=f"hf://{name}") == name
 
 
+def test_a_repository_of_hugging_face_may_have_no_owner(client: Any, hub: FakeHub) -> None:
+    hub.add("gpt2", FILES)
+    hub.add("gsm8k", {"train.jsonl": '{"n": 1}\n'}, repo_type="dataset")
+    hub.rename("gsm8k", "openai/gsm8k", "dataset")
+    folder = client("HubOperation.download_model(id)", id="hf://gpt2")
+    assert client("files(folder)", folder=folder) == FILES
+    assert client("files(HubOperation.download_model(id, revision='main'))", id="hf://gpt2") == FILES
+    default = {"TWINKLE_DEFAULT_HUB": "hf"}
+    assert client("str(local_model(id))", id="gpt2", environment=default) == folder
+    assert client("dataset(id)", id="hf://gsm8k") == [{"n": 1}]
+    assert client("dataset(id)", id="gsm8k", environment=default) == [{"n": 1}]
+    with pytest.raises(client.told, match="ModelLoadError: model 'gpt2' not found: there is no"):
+        client("str(local_model(id))", id="gpt2")
+
+
 def test_hugging_face_may_be_forbidden(client: Any, hub: FakeHub, name, asked) -> None:
     hub.add(name, FILES)
     for call in ("download_model(id)", "load_dataset(id)", "create_repo(id)", "push_to_hub(id, '.')"):
@@ -187,7 +202,8 @@ def test_hugging_face_may_be_forbidden(client: Any, hub: FakeHub, name, asked) -
 @pytest.mark.parametrize(
     ("id", "words"),
     [
-        ("hf://acme", "is not a repository"),
+        ("ms://acme", "is not a repository"),
+        ("hf://..", "is not a repository"),
         ("hf://acme/x/y", "is not a repository"),
         ("ms://../x", "is not a repository"),
         ("hf://acme/x#Loss", "names a component"),

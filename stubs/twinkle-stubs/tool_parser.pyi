@@ -32,7 +32,7 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> list[ToolCall]:
-        """Return the calls in `text`, in order; a call that does not parse is left out."""
+        """Return the calls in `text`, in order, with arguments as dicts; a call that does not parse is left out."""
 
     @abstractmethod
     def clean(self, text: str) -> str:
@@ -63,7 +63,7 @@ class BlockParser(ToolCallParser):
         return any(True for _ in self.blocks(text))
 
     def parse(self, text: str) -> list[ToolCall]:
-        """Return the calls in `text`, in order, with arguments as JSON text; calls that do not parse are left out.
+        """Return the calls in `text`, in order, with arguments as dicts; calls that do not parse are left out.
 
         Their ids are `call_0`, `call_1` and so on: the same text gives the same calls.
         """
@@ -80,8 +80,7 @@ class BlockParser(ToolCallParser):
 
 
 def _tool_call(number: int, name: str, arguments: Any) -> ToolCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def json_or_text(text: str) -> Any:
@@ -142,6 +141,7 @@ def elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[st
 
 from twinkle_chat.tool_parsers.cline import ClineParser as ClineParser
 from twinkle_chat.tool_parsers.dsml import DSMLParser as DSMLParser
+from twinkle_chat.tool_parsers.finding import ToolCallRegistry as ToolCallRegistry
 from twinkle_chat.tool_parsers.finding import detect_first as detect_first
 from twinkle_chat.tool_parsers.finding import parsers as parsers
 from twinkle_chat.tool_parsers.hermes import HermesQwenParser as HermesQwenParser

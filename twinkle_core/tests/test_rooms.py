@@ -37,7 +37,34 @@ def test_every_kind_has_a_documented_room(kind: str) -> None:
     room = importlib.import_module(f"twinkle.{kind}")
     assert room.__doc__
     exports = registry().exports(f"twinkle.{kind}")
-    assert dir(room) == sorted({*registry().names(kind), *exports, *getattr(room, "__all__", ())})
+    assert dir(room) == sorted({*registry().names(kind), *exports, *room.__all__.own})
+
+
+IMPORTED_FAST = ("dataset", "filter", "hub", "preprocessor", "template", "tool")  # the rest imports heavy packages
+STARS = [pytest.param(kind, marks=() if kind in IMPORTED_FAST else pytest.mark.full) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", STARS)
+def test_import_star_binds_every_name_that_can_be_imported(kind: str) -> None:
+    room, bound = importlib.import_module(f"twinkle.{kind}"), {}
+    exec(f"from twinkle.{kind} import *", bound)
+    for name in filter(str.isidentifier, dir(room)):
+        try:
+            value = getattr(room, name)
+        except RequirementMissing:
+            assert name not in bound
+        else:
+            assert bound[name] is value
+
+
+def test_import_star_binds_the_names_of_published_scripts() -> None:
+    bound: dict[str, Any] = {}
+    exec("from twinkle.dataset import *\nfrom twinkle.preprocessor.llm import *\nfrom twinkle.hub import *", bound)
+    exec("from twinkle.data_format import *\nfrom twinkle import *", bound)
+    assert bound["Dataset"](bound["DatasetMeta"](data=[{"a": 1}]))[0] == {"a": 1}
+    assert {"PackingDataset", "GSM8KProcessor", "HubOperation", "HFHub", "MSHub", "Trajectory", "DeviceMesh"} <= set(
+        bound
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind, found in KINDS.items() if found.contract])

@@ -48,12 +48,14 @@ class HFHub(RemoteHub):
         options |= {"data_files": data_files, "data_dir": data_dir, "streaming": streaming or None}
         try:
             # Check the connection first: without a network, the library would retry for half a minute.
-            self._listing(hub_ref, "dataset", token)
+            listing = self._listing(hub_ref, "dataset", token)
         except Unreachable as error:
             return self._cached_rows(hub_ref, error, subset_name, split, options)
         new = self._cached(hub_ref, "dataset") is None
         with translated_errors(self._request_context(hub_ref, token, "dataset")), progress(str(hub_ref), new=new):
-            return rows.load(hub_ref.repo, str(hub_ref), subset_name, split, **options)
+            # The library refuses ids without an owner; the hub reports the full id.
+            repo = hub_ref.repo if "/" in hub_ref.repo else listing.repo
+            return rows.load(repo, str(hub_ref), subset_name, split, **options)
 
     def _cached_rows(
         self, hub_ref: HubReference, error: Unreachable, subset_name: str, split: str, options: dict[str, Any]

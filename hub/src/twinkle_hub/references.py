@@ -3,18 +3,22 @@
 from pathlib import Path
 
 from twinkle.errors import ArgumentError
+from twinkle.hub.local import HUBS_OF_BARE_NAMES
 from twinkle_registry.trust.reference import HubReference
 
 
 def parse_reference(reference: str, revision: str | None = None) -> HubReference:
     """Parse `scheme://owner/name@revision`; the revision may be passed as an argument instead.
 
+    The oldest repositories of Hugging Face have no owner: `hf://gpt2`.
+
     Raises:
         ComponentNotFound: it does not have this form.
         ArgumentError: it names a component, or another revision than `revision`.
     """
     scheme, _, path = reference.partition("://")
-    hub_ref = HubReference.parse(f"{scheme.lower()}://{path}", context=repr(reference))
+    bare = scheme.lower() in HUBS_OF_BARE_NAMES
+    hub_ref = HubReference.parse(f"{scheme.lower()}://{path}", context=repr(reference), owner_required=not bare)
     if hub_ref.name:
         raise ArgumentError(f"{reference!r} names a component of a repository; omit '#{hub_ref.name}'")
     if not revision or revision == hub_ref.revision:
@@ -23,7 +27,8 @@ def parse_reference(reference: str, revision: str | None = None) -> HubReference
         raise ArgumentError(
             f"{reference!r} names the revision {hub_ref.revision!r}, and revision= is {revision!r}; give only one"
         )
-    return HubReference.parse(f"{hub_ref.place}@{revision}", context=f"{reference!r}, revision={revision!r}")
+    context = f"{reference!r}, revision={revision!r}"
+    return HubReference.parse(f"{hub_ref.place}@{revision}", context=context, owner_required=not bare)
 
 
 def without_revision(reference: str) -> HubReference:

@@ -1,14 +1,14 @@
 """Each form of tool calls is read, cleaned away and, where it is malformed, left as the text that it is."""
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle.errors import ComponentNotFound
+from twinkle.errors import ComponentNotFound, ComponentTypeError
 from twinkle.template import Template
+from twinkle.template.tools import ToolCallRegistry
 from twinkle.testing import tiny_tokenizer
 from twinkle.tool_parser import (
     ClineParser,
@@ -50,11 +50,11 @@ FORMS = pytest.mark.parametrize("form", PARSERS)
 
 
 def said(calls: list[Any]) -> list[tuple[str, Any]]:
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def weather(form: str) -> tuple[str, Any]:
-    days = "2" if form == "vcp" else 2  # VCP says no types
+    days = "2" if form in ("vcp", "cline") else 2  # these have no types
     return "read_weather" if form == "cline" else "weather", {"city": "Köln", "days": days}
 
 
@@ -108,9 +108,24 @@ def test_markup_cut_anywhere_is_text_and_never_an_error(form: str) -> None:
     parser = kind()
     for end in range(len(markup) - 1):
         cut = markup[:end].strip()
+        if kind is HermesQwenParser and f"{cut}\n</tool_call>" == markup:
+            continue  # complete but for its closing marker
         assert parser.parse(cut) == []
         assert parser.clean(cut) == cut
         assert not parser.detect(cut)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3.5"])
+@pytest.mark.parametrize("end", ["", "\n", "  "])
+def test_a_call_without_its_closing_marker_at_the_end_is_read(form: str, end: str) -> None:
+    markup = PARSERS[form][1].removesuffix("\n</tool_call>") + end
+    parser = HermesQwenParser()
+    assert parser.detect(markup)
+    assert said(parser.parse(f"hm {markup}")) == [weather(form)]
+    assert parser.clean(f"hm {markup}") == "hm"
+    assert said(parser.parse(f"{HERMES} and {markup}")) == [weather("hermes"), weather(form)]
+    assert TEMPLATE.parse_tool_call(markup) == parser.parse(markup)
+    assert parser.parse(f"{markup} words after it") == []
 
 
 @pytest.mark.sample(3)
@@ -122,7 +137,7 @@ def test_markup_damaged_anywhere_never_raises(form: str, noise: str, place: int,
     for parser in (kind(), *parsers()):
         calls = parser.parse(damaged)
         assert parser.detect(damaged) == bool(calls)
-        assert all(isinstance(call["function"]["arguments"], str) for call in calls)
+        assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
         if not calls:
             assert parser.clean(damaged) == damaged.strip()
 
@@ -168,13 +183,82 @@ def test_not_every_tag_is_a_call_of_cline() -> None:
     for text in (
         "<div>\n<p>a</p>\n</div>",
         "<tool_call>\n<name>f</name>\n</tool_call>",
-        "write <read_file><path>a</path></read_file> to read",
         "<read_file></read_file>",
+        "<read_file><path>a</path> and more</read_file>",
+        "<ul><li>a</li></ul>",
         "<read_file>a</read_file>",
     ):
         assert parser.parse(text) == []
     text = "<write_to_file>\n<path>a.html</path>\n<content>\n<p>1</p>\n\n<p>2</p>\n</content>\n</write_to_file>"
     assert said(parser.parse(text)) == [("write_to_file", {"path": "a.html", "content": "<p>1</p>\n\n<p>2</p>"})]
+
+
+def test_a_call_of_cline_may_be_within_a_line_and_its_values_are_text() -> None:
+    parser = ClineParser()
+    text = "I read it: <read_file><path> a.py </path><lines>12</lines></read_file> now."
+    assert parser.parse(text)[0]["function"] == {"name": "read_file", "arguments": {"path": "a.py", "lines": "12"}}
+    assert parser.clean(text) == "I read it:  now."
+    values = "<ask><flag>true</flag><list>[1]</list></ask>"
+    assert said(parser.parse(values)) == [("ask", {"flag": "true", "list": "[1]"})]
+
+
+# The published registry
+
+
+class Arrow(ToolCallParser):
+    """A parser in the published form: without blocks, and without a marker."""
+
+    name = "arrow"
+    open_marker = None  # type: ignore[assignment]
+    close_marker = None  # type: ignore[assignment]
+
+    def detect(self, text: str) -> bool:
+        return "->" in text
+
+    def parse(self, text: str) -> list[Any]:
+        function = {"name": text.partition("->")[2].strip(), "arguments": {}}
+        return [{"id": "1", "type": "function", "function": function}]
+
+    def clean(self, text: str) -> str:
+        return text.partition("->")[0].rstrip()
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Arrow:
+    monkeypatch.setattr(ToolCallRegistry, "_registered", ())
+    parser = Arrow()
+    assert ToolCallRegistry.register(parser) is parser
+    return parser
+
+
+def test_the_published_paths_lead_to_the_same_classes() -> None:
+    import twinkle.template.base
+    import twinkle.template.tools as tools
+
+    assert tools.ToolCallParser is ToolCallParser
+    assert tools.HermesQwenParser is HermesQwenParser
+    assert (tools.ClineParser, tools.VCPParser, tools.ReActParser) == (ClineParser, VCPParser, ReActParser)
+    assert tools.ToolCallRegistry is ToolCallRegistry
+    assert twinkle.template.base.Template is Template
+    assert {parser.name for parser in tools.ToolCallRegistry.parsers()} >= {"hermes_qwen", "cline", "vcp", "react"}
+    assert isinstance(tools.ToolCallRegistry.detect_first(f"hm {HERMES}"), HermesQwenParser)
+    assert tools.ToolCallRegistry.detect_first("hm") is None
+
+
+def test_a_registered_parser_serves_templates(registered: Arrow) -> None:
+    assert ToolCallRegistry.parsers()[-1] is registered
+    assert TEMPLATE.parse_tool_call("so -> stop")[0]["function"]["name"] == "stop"
+    assert TEMPLATE.clean_tool_call("so -> stop") == "so"
+    assert isinstance(detect_first(f"a -> b {HERMES}"), HermesQwenParser), "one with a known place is preferred"
+
+
+def test_a_name_is_registered_once(registered: Arrow) -> None:
+    assert ToolCallRegistry.register(Arrow()) is registered
+    cline = ClineParser()
+    assert ToolCallRegistry.register(cline) is not cline
+    assert len(ToolCallRegistry.parsers()) == len(list(parsers()))
+    with pytest.raises(ComponentTypeError, match="must be a ToolCallParser, got str"):
+        ToolCallRegistry.register("ClineParser")
 
 
 def test_react_takes_plain_text_as_input() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from twinkle.dataset import Dataset, DatasetLike, DatasetMeta
@@ -42,6 +43,22 @@ def test_a_data_set_has_a_length_and_rows() -> None:
         dataset[3]
 
 
+def test_map_keeps_the_columns_that_the_function_does_not_return() -> None:
+    dataset = numbers(2)
+    dataset.map(lambda columns: {"i": [-value for value in columns["i"]], "new": [True, False]})
+    assert list(dataset) == [{"i": 0, "text": "row 0", "new": True}, {"i": -1, "text": "row 1", "new": False}]
+
+
+def test_columns_stay_as_in_the_library_datasets() -> None:
+    ours, theirs = numbers(5), datasets.Dataset.from_list(rows(5))
+
+    def halved(columns):
+        return {"half": [value / 2 for value in columns["i"]], "i": [-value for value in columns["i"]]}
+
+    ours.map(halved, remove_columns=["text"], batch_size=2)
+    assert list(ours) == theirs.map(halved, batched=True, remove_columns=["text"], batch_size=2).to_list()
+
+
 def test_map_gets_columns_and_may_change_their_names_and_their_number_of_rows() -> None:
     dataset = numbers(5)
     seen = []
@@ -50,13 +67,13 @@ def test_map_gets_columns_and_may_change_their_names_and_their_number_of_rows() 
         seen.append({name: type(values) for name, values in columns.items()})
         return {"even": [value for value in columns["i"] if value % 2 == 0 for _ in range(2)]}
 
-    dataset.map(twice_the_even, batch_size=2)
+    dataset.map(twice_the_even, batch_size=2, remove_columns=dataset.column_names)
     assert seen == [{"i": list, "text": list}] * 3
     assert dataset["even"] == [0, 0, 2, 2, 4, 4]
     assert dataset.column_names == ["even"]
 
 
-def test_remove_columns_keeps_the_others_beside_the_returned_ones() -> None:
+def test_remove_columns_removes_columns_of_the_input() -> None:
     dataset = numbers(3)
     dataset.map(lambda columns: {"double": [2 * value for value in columns["i"]]}, remove_columns="i")
     assert dataset[2] == {"text": "row 2", "double": 4}
@@ -148,7 +165,7 @@ def test_a_wrong_result_of_map_is_explained_and_changes_nothing(result: object, 
 
     dataset = numbers(3)
     with pytest.raises(DataError, match=message):
-        dataset.map(give)
+        dataset.map(give, remove_columns=dataset.column_names)
     assert list(dataset) == rows(3)
 
 
@@ -399,7 +416,10 @@ def test_the_room_is_light_and_offers_the_published_names() -> None:
     ],
 )
 def test_signatures_are_the_published_ones(method: str, published: list[str]) -> None:
-    assert list(inspect.signature(getattr(Dataset, method)).parameters) == ["self", *published]
+    parameters = inspect.signature(getattr(Dataset, method)).parameters
+    own = {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert [name for name in parameters if name not in own] == ["self", *published]
+    assert all(parameters[name].default is not inspect.Parameter.empty for name in own)
 
 
 def test_a_count_of_rows_is_the_first_rows() -> None:

@@ -21,6 +21,10 @@ def double(columns: dict[str, list[int]], by: int = 2) -> dict[str, list[int]]:
     return {"i": [by * value for value in columns["i"]]}
 
 
+def only_i(size: int = 5) -> LazyDataset:
+    return LazyDataset(DatasetMeta(data=[{"i": row["i"]} for row in rows(size)]))
+
+
 class Letters:
     """Counts letters; 'bad' cannot be encoded, and empty text has no tokens."""
 
@@ -49,7 +53,7 @@ def test_steps_run_when_a_row_is_read_and_only_for_that_row() -> None:
         seen.append(columns["i"])
         return double(columns)
 
-    dataset = lazy()
+    dataset = only_i()
     dataset.map(noted)
     dataset.map(double, fn_kwargs={"by": 5})
     assert (len(dataset), seen) == (5, [])
@@ -99,7 +103,7 @@ def test_a_row_that_would_be_dropped_is_an_error_and_the_loader_takes_another(ca
 def test_what_needs_all_rows_or_makes_several_is_refused() -> None:
     with pytest.raises(Unsupported, match="'split' makes several rows of one"):
         texts("abc", strategy="split").encode()
-    many = lazy()
+    many = only_i()
     many.map(lambda columns: {"i": columns["i"] * 2})
     with pytest.raises(DataError, match=r"row 0: map.* made 2 rows of it"):
         many[0]
@@ -166,7 +170,7 @@ def test_unmixed_sets_have_no_rows_yet() -> None:
 
 
 def test_it_pickles_and_works_in_worker_processes() -> None:
-    dataset = lazy(6)
+    dataset = only_i(6)
     dataset.map(double)
     assert list(pickle.loads(pickle.dumps(dataset))) == list(dataset)
     assert list(DataLoader(dataset, batch_size=4, num_workers=2)) == [
@@ -184,7 +188,7 @@ def test_rows_of_sets_with_other_columns_meet_in_a_batch() -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_saving_writes_rows_as_they_are_made(tmp_path, ending: str) -> None:
-    dataset = lazy(4)
+    dataset = only_i(4)
     dataset.map(double)
     dataset.save_as(tmp_path / f"all.{ending}")
     assert list(Dataset(DatasetMeta(str(tmp_path / f"all.{ending}")))) == list(dataset)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle.dataset import Dataset, DatasetMeta, IterableDataset
+from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError, HubError, Unsupported
 from twinkle_data.dataset.sources import files_of_split, slice_indices
 
@@ -79,7 +79,7 @@ def test_streams_are_not_for_this_class(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="is a stream"):
         Dataset(DatasetMeta(data=datasets.Dataset.from_list(ROWS).to_iterable_dataset()))
     with pytest.raises(Unsupported, match="does not stream"):
-        Dataset(DatasetMeta(data=ROWS), streaming=True)
+        LazyDataset(DatasetMeta(data=ROWS), streaming=True)
     assert len(Dataset(DatasetMeta(data=ROWS), streaming=False)) == 2
 
 

@@ -49,7 +49,7 @@ def test_a_prompt_and_two_answers_become_a_pair() -> None:
 def test_the_usual_forms_of_preference_data_mean_the_same(columns: dict[str, list[Any]]) -> None:
     assert PreferenceProcessor()(columns) == PAIR
     data = Dataset(DatasetMeta(data=columns))
-    data.map("PreferenceProcessor")
+    data.map("PreferenceProcessor", remove_columns=list(columns))
     assert list(data) == [{side: values[0] for side, values in PAIR.items()}]
 
 

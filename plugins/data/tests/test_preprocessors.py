@@ -1,4 +1,4 @@
-"""Instructions and problems: raw columns become conversations and prompts, with one form of `user_data`."""
+"""Instructions and problems: raw columns become conversations and prompts, with `user_data` as published."""
 
 import inspect
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from twinkle.preprocessor import (
     QuestionProcessor,
     SelfCognitionProcessor,
 )
-from twinkle_data.math_problems import BOXED, EQUATION, MARKED
+from twinkle_data.math_problems import BOXED, EQUATION, ONLY_BOXED, THINKER
 
 MATH = {"problem": ["1+1?", "2+2?"], "solution": ["It is \\boxed{2}.", "It is \\boxed{4}."]}
 GSM8K = {"question": ["How many?"], "answer": ["1,000 + 5 = 1,005\n#### 1,005"]}
@@ -50,14 +50,14 @@ PUBLISHED: dict[type[Preprocessor], dict[str, Any]] = {
 }
 WITH_TRUTH: list[tuple[Callable[[], Preprocessor], dict[str, list[Any]], dict[str, Any]]] = [
     (CompetitionMathGRPOProcessor, MATH, {"solution": "It is \\boxed{2}."}),
-    (GSM8KProcessor, GSM8K, {"ground_truth": "1005"}),
+    (GSM8KProcessor, GSM8K, {"ground_truth": 1005}),
     (CountdownProcessor, COUNTDOWN, {"target": 17, "nums": [3, 4, 5]}),
-    (QuestionProcessor, {"question": ["1+1"], "answer": ["2"]}, {"ground_truth": "2"}),
+    (QuestionProcessor, {"question": ["1+1"], "answer": ["[0, 1]"]}, {"ground_truth": "[0, 1]"}),
     (QuestionProcessor, {"question": ["1+1"], "answer": [2]}, {"ground_truth": 2}),
     (
         CLEVRProcessor,
         {"image": ["a.png"], "problem": ["?"], "solution": ["<answer> 3 </answer>"]},
-        {"ground_truth": "3"},
+        {"ground_truth": 3},
     ),
     (OlympiadBenchProcessor, {"question": ["?"], "final_answer": [["$7$"]]}, {"ground_truth": "$7$"}),
 ]
@@ -87,7 +87,7 @@ def test_alpaca_puts_the_input_below_the_instruction() -> None:
     made = AlpacaProcessor()(columns)
     assert set(made) == {"messages"}
     assert [said(messages) for messages in made["messages"]] == [
-        [("user", "Add.\n\n1 and 2"), ("assistant", "3")],
+        [("user", "Add.\n1 and 2"), ("assistant", "3")],
         [("user", "Greet."), ("assistant", "Hi")],
     ]
     assert AlpacaProcessor()({"instruction": ["a"], "output": ["b"]})["messages"] == [
@@ -115,14 +115,17 @@ def test_competition_math_is_a_question_and_its_solution() -> None:
 
 
 def test_prompts_end_with_the_user_and_say_how_to_answer() -> None:
-    assert said(CompetitionMathGRPOProcessor()(MATH)["messages"][0]) == [("system", BOXED), ("user", "1+1?")]
+    assert said(CompetitionMathGRPOProcessor()(MATH)["messages"][0]) == [("system", ONLY_BOXED), ("user", "1+1?")]
     assert said(CompetitionMathGRPOProcessor(system="")(MATH)["messages"][0]) == [("user", "1+1?")]
-    assert said(GSM8KProcessor()(GSM8K)["messages"][0]) == [("system", MARKED), ("user", "How many?")]
+    assert said(GSM8KProcessor()(GSM8K)["messages"][0]) == [("system", BOXED), ("user", "How many?")]
     assert said(GSM8KProcessor("Be brief.")(GSM8K)["messages"][0])[0] == ("system", "Be brief.")
     system, question = CountdownProcessor()(COUNTDOWN)["messages"][0]
-    assert system["content"] == EQUATION
-    assert "3, 4, 5" in question["content"]
-    assert "equals 17" in question["content"]
+    assert system["content"] == THINKER
+    assert question["content"] == EQUATION.format(target=17, nums="[3, 4, 5]")
+    assert "<answer> (1 + 2) / 3 * 4 = 4 </answer>" in question["content"]
+    assert "\\boxed{" in BOXED
+    assert "\\boxed{" in ONLY_BOXED
+    assert CountdownProcessor()({"nums": [[3, 4, 5]], "response": [17]}) == CountdownProcessor()(COUNTDOWN)
 
 
 def test_the_worked_answer_follows_on_demand() -> None:
@@ -137,22 +140,31 @@ def test_the_worked_answer_follows_on_demand() -> None:
 )
 def test_gsm8k_takes_the_number_at_the_end(answer: str, number: str) -> None:
     made = GSM8KProcessor()({"question": ["q"], "answer": [answer]})
-    assert user_data_get(made["user_data"][0], "ground_truth") == number
+    assert made["user_data"] == [[("ground_truth", number)]]
 
 
-# One form of user_data
+# user_data
+
+
+def test_values_are_stored_as_a_published_reward_compares_them() -> None:
+    assert GSM8KProcessor()(GSM8K)["user_data"] == [[("ground_truth", "1005")]]
+    assert CompetitionMathGRPOProcessor()(MATH)["user_data"][0] == [("solution", "It is \\boxed{2}.")]
+    assert CountdownProcessor()(COUNTDOWN)["user_data"] == [[{"target": 17, "nums": [3, 4, 5]}]]
+    data = Dataset(DatasetMeta(data=GSM8K))
+    data.map(GSM8KProcessor())
+    rewards = [float(value == "1005") for key, value in data[0]["user_data"] if key == "ground_truth"]
+    assert rewards == [1.0]
 
 
 @pytest.mark.parametrize(("processor", "columns", "truth"), WITH_TRUTH)
-def test_user_data_is_pairs_of_key_and_json_also_after_a_data_set(
+def test_user_data_can_be_read_also_after_a_data_set(
     processor: Callable[[], Preprocessor], columns: dict[str, list[Any]], truth: dict[str, Any]
 ) -> None:
     items = processor()(columns)["user_data"][0]
-    assert all(isinstance(item, tuple) and list(map(type, item)) == [str, str] for item in items)
     data = Dataset(DatasetMeta(data=columns))
     data.map(processor())
     for found in (items, data[0]["user_data"]):
-        assert {key: user_data_get(found, key) for key, _ in found} == truth
+        assert {key: user_data_get(found, key) for key in truth} == truth
 
 
 @given(
@@ -161,7 +173,10 @@ def test_user_data_is_pairs_of_key_and_json_also_after_a_data_set(
 @settings(max_examples=50, deadline=None)
 def test_any_text_comes_back_as_it_was(texts: list[str]) -> None:
     made = CompetitionMathGRPOProcessor()({"problem": texts, "solution": texts[::-1]})
-    assert [user_data_get(items, "solution") for items in made["user_data"]] == texts[::-1]
+    for items, text in zip(made["user_data"], texts[::-1], strict=True):
+        found = user_data_get(items, "solution")
+        assert found == text or items == [("solution", text)]
+        assert isinstance(found, str | int | float)
     assert [messages[-1]["content"] for messages in made["messages"]] == texts
 
 
@@ -174,13 +189,14 @@ def test_the_batch_size_changes_nothing(batch_size: int) -> None:
     data = Dataset(DatasetMeta(data=columns))
     data.map("GSM8KProcessor", batch_size=batch_size, system="")
     assert [row["messages"][0]["content"] for row in data] == columns["question"]
-    assert data.column_names == ["messages", "user_data"]
+    assert data.column_names == ["question", "answer", "other", "messages", "user_data"]
 
 
-def test_other_columns_stay_on_demand() -> None:
+def test_other_columns_stay_unless_they_are_removed() -> None:
     data = Dataset(DatasetMeta(data=GSM8K | {"id": [7]}))
     data.map("GSM8KProcessor", remove_columns=["question", "answer"])
     assert data[0]["id"] == 7
+    assert data.column_names == ["id", "messages", "user_data"]
 
 
 @pytest.mark.parametrize(

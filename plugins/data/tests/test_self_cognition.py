@@ -18,6 +18,7 @@ def test_query_and_response_become_messages() -> None:
         "tag": ["en"],
         "messages": [
             [
+                {"role": "system", "content": "You are a helpful assistant."},
                 {"role": "user", "content": "Are you Star?"},
                 {"role": "assistant", "content": "Yes, Star by Us, Star."},
             ]
@@ -41,20 +42,20 @@ def test_placeholders_are_filled_everywhere_in_messages() -> None:
 def test_a_pair_gives_each_language_its_own(column: str) -> None:
     columns = {"query": ["?"] * 3, "response": ["{{NAME}}/{{AUTHOR}}"] * 3, column: ["zh", "en", "zh-CN"]}
     filled = Direct(model_name=("小星", "Star"), model_author=["我们", "Us"])(columns)["messages"]
-    assert [messages[1]["content"] for messages in filled] == ["小星/我们", "Star/Us", "小星/我们"]
+    assert [messages[-1]["content"] for messages in filled] == ["小星/我们", "Star/Us", "小星/我们"]
 
 
 def test_a_name_may_hold_anything() -> None:
     columns = {"query": ["?"], "response": ["{{NAME}}"]}
     name = r"a\1 {{AUTHOR}}"
-    assert Direct(name)(columns)["messages"][0][1]["content"] == name
+    assert Direct(name)(columns)["messages"][0][-1]["content"] == name
 
 
 def test_a_placeholder_without_a_name_is_an_error() -> None:
     columns = {"query": ["?"], "response": ["{{NAME}} by {{AUTHOR}}"]}
     with pytest.raises(DataError, match=r"{{AUTHOR}}, but no name for it; give model_author="):
         Direct("Star")(columns)
-    assert Direct()({"query": ["a"], "response": ["b"]})["messages"][0][1]["content"] == "b"
+    assert Direct()({"query": ["a"], "response": ["b"]})["messages"][0][-1]["content"] == "b"
 
 
 @pytest.mark.parametrize("language", [None, "fr", 3])
@@ -62,7 +63,7 @@ def test_a_pair_needs_a_language_to_choose_by(language: object) -> None:
     columns = {"query": ["?"], "response": ["{{NAME}}"], "language": [language]}
     with pytest.raises(DataError, match=r"model_name is a pair .* a row has the language"):
         Direct(("小星", "Star"))(columns)
-    assert Direct("Star")(columns)["messages"][0][1]["content"] == "Star"
+    assert Direct("Star")(columns)["messages"][0][-1]["content"] == "Star"
 
 
 @pytest.mark.parametrize("name", ["", " ", ("a",), ("a", "b", "c"), ("a", ""), 3, ("a", 1)])
@@ -92,6 +93,6 @@ def test_the_published_ways_to_name_it_in_map_agree() -> None:
     for way in ways:
         data = Dataset(DatasetMeta(data=rows))
         way(data)
-        assert data[0]["messages"][1]["content"] == "Star Us"
+        assert data[0]["messages"][-1]["content"] == "Star Us"
     with pytest.raises(ArgumentError, match="unknown argument 'model_nam', nearest: 'model_name'"):
         Dataset(DatasetMeta(data=rows)).map("SelfCognitionProcessor", model_nam="Star")

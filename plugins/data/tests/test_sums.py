@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from twinkle.data_format import user_data_get
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import ArgumentError, DataError
 from twinkle_data.sums import sums
@@ -33,7 +32,7 @@ def test_answers_are_right_and_prompts_hold_no_answer(options: dict[str, Any]) -
         assert row["answer"] == str(computed(ast.parse(row["expression"], mode="eval").body))
         assert int(row["answer"]) >= 0
         assert row["messages"] == [{"role": "user", "content": f"What is {row['expression']}?"}]
-        assert user_data_get(row["user_data"], "ground_truth") == row["answer"]
+        assert [tuple(pair) for pair in row["user_data"]] == [("ground_truth", row["answer"])]
         assert len(row["expression"].split()) == 2 * options.get("operands", 2) - 1
 
 

@@ -17,7 +17,7 @@ def test_clevr_puts_the_image_before_the_question() -> None:
     made = CLEVRProcessor()(CLEVR)
     assert [message["content"] for message in made["messages"][0]] == [TAGGED, "<image>How many?"]
     assert made["images"] == [["a.png"]]
-    assert user_data_get(made["user_data"][0], "ground_truth") == "3"
+    assert made["user_data"] == [[("ground_truth", "3")]]
 
 
 def test_clevr_reads_several_images_and_bare_answers() -> None:
@@ -37,17 +37,20 @@ def test_images_pass_through_a_data_set() -> None:
 
 def olympiad(**columns: Any) -> tuple[str, list[Any]]:
     made = OlympiadBenchProcessor()({"final_answer": [["1"]], **{name: [value] for name, value in columns.items()}})
-    return made["messages"][0][0]["content"], made["images"][0]
+    return made["messages"][0][-1]["content"], made["images"][0]
 
 
 def test_olympiad_questions_have_context_unit_and_a_wish_for_a_box() -> None:
     columns = {"context": ["Given x."], "question": ["Find y."], "unit": ["cm"], "final_answer": [["3", " 4"]]}
     zh, en = (OlympiadBenchProcessor(language=language)(columns) for language in ("zh", "en"))
-    assert en["messages"][0][0]["content"] == (
-        f"Given x.\n\nFind y.\n\n{BOXED['en']} The unit of the answer is cm; leave it out."
-    )
-    assert BOXED["zh"] in zh["messages"][0][0]["content"]
+    assert [message["content"] for message in en["messages"][0]] == [
+        BOXED["en"],
+        "Given x.\n\nFind y.\n\nThe unit of the answer is cm; leave it out.",
+    ]
+    assert zh["messages"][0][0] == {"role": "system", "content": BOXED["zh"]}
+    assert all("\\boxed{" in text for text in BOXED.values())
     assert user_data_get(en["user_data"][0], "ground_truth") == "3, 4"
+    assert [message["role"] for message in OlympiadBenchProcessor("")(columns)["messages"][0]] == ["user"]
     assert OlympiadBenchProcessor("Hi")(columns)["messages"][0][0] == {"role": "system", "content": "Hi"}
 
 

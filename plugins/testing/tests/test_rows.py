@@ -269,7 +269,7 @@ BROKEN: dict[tuple[str, str], Broken] = {
         changed(Questions, row=lambda self, row: ([{"role": "human", "content": "a"}], [])), **ROWS
     ),
     ("preprocessor", "user_data"): broken(
-        changed(Questions, row=lambda self, row: (MESSAGES(self, row)[0], [("truth", "no json")])), **ROWS
+        changed(Questions, row=lambda self, row: (MESSAGES(self, row)[0], [("truth", 3)])), **ROWS
     ),
     ("preprocessor", "batches"): broken(
         after(Questions, lambda found: {**found, "count": [len(found["messages"])] * len(found["messages"])}), **ROWS

@@ -110,7 +110,7 @@ def public_id(model: str) -> str | None:
     source = alias_of(model)
     if scheme_of(source) is None and Path(source).expanduser().exists():
         return None
-    scheme, _, name = (reference_of(source) or "").partition("://")
+    scheme, _, name = (reference_of(source, bare=True) or "").partition("://")
     return name if scheme.lower() == "hf" and "@" not in name else None
 
 

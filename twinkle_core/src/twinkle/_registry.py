@@ -1,6 +1,6 @@
 """The registry of this process, filled with the installed plugins on first use, and the lazy namespaces of core."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +83,49 @@ def _elsewhere(name: str, records: "list[PluginRecord]") -> str:
     return where_to_get(bare, kind, dist, installed=[record.dist for record in records])
 
 
-def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core.
+class PublicNames(Sequence[str]):
+    """`__all__` of a public module of core: its own names, and those of installed plugins when `import *` reads it.
+
+    Attributes:
+        own: the names that the module defines or lists itself.
+    """
+
+    def __init__(self, module: str, own: Iterable[str], names: Callable[[], Iterable[str]]) -> None:
+        self.own = list(own)
+        self._module, self._names = module, names
+        self._bound: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def _all(self) -> list[str]:
+        if self._bound is None:
+            others = [name for name in self._names() if name.isidentifier() and name not in self.own]
+            self._bound = [*self.own, *(name for name in others if self._is_there(name))]
+        return self._bound
+
+    def _is_there(self, name: str) -> bool:
+        """Return whether the name can be imported; the log reports the reason if it cannot."""
+        import sys
+
+        from twinkle.errors import TwinkleError
+        from twinkle.logging import get_logger
+
+        try:
+            getattr(sys.modules[self._module], name)
+        except (TwinkleError, AttributeError) as error:
+            get_logger(__name__).info("from %s import *: %s is left out: %s", self._module, name, error)
+            return False
+        return True
+
+
+def lazy_names(
+    module: str, kind: str = "", aliases: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core, and complete its `__all__`.
 
     An attribute is, in this order: what a plugin's manifest exports to the module (`[[export]]`), the component of that
     name and kind. A name that no plugin offers raises an AttributeError with the registry's explanation. Other errors
@@ -93,10 +134,13 @@ def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Calla
     Args:
         module: the public module, `__name__`.
         kind: the kind of component whose names the module shows; empty where it shows exports only.
+        aliases: further names for `import *`, which the module resolves itself.
     """
     import sys
 
     namespace = sys.modules[module].__dict__
+    defined = (name for name, value in namespace.items() if getattr(value, "__module__", None) == module)
+    own = list(namespace.get("__all__") or [name for name in defined if not name.startswith("_")])
 
     def __getattr__(name: str) -> Any:
         if name.startswith("_"):
@@ -111,8 +155,9 @@ def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Calla
         return value
 
     def __dir__() -> list[str]:
-
         names = registry().names(kind) if kind else ()
-        return sorted({*namespace.get("__all__", ()), *registry().exports(module), *names})
+        return sorted({*own, *registry().exports(module), *names})
+
+    namespace["__all__"] = PublicNames(module, own, lambda: [*__dir__(), *aliases])
 
     return __getattr__, __dir__

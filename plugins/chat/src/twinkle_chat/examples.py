@@ -9,7 +9,7 @@ HERMES = {
         "<tool_call>\n<function=search><parameter=query>\nParis\n</parameter></function></tool_call>": [_SEARCH],
     }
 }
-CLINE = {"calls": {"<read_file>\n<path>a.py</path>\n<lines>[1, 2]</lines>\n</read_file>": [_READ]}}
+CLINE = {"calls": {"<read_file>\n<path>a.py</path>\n</read_file>": [("read_file", {"path": "a.py"})]}}
 REACT = {
     "calls": {
         "Action: search[Paris]": [("search", {"input": "Paris"})],

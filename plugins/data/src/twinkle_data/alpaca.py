@@ -13,7 +13,7 @@ _OWNER = "AlpacaProcessor"
 class AlpacaProcessor(Preprocessor):
     """Turns `instruction`, `input` and `output` into messages.
 
-    The input, if any, follows the instruction after an empty line. Columns `system` (text) and
+    The input, if any, follows the instruction on a new line. Columns `system` (text) and
     `history` (a list of [question, answer]), which some data sets have, become the turns before.
 
     Returned columns: `messages`.
@@ -32,7 +32,7 @@ class AlpacaProcessor(Preprocessor):
 def _messages(row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     instruction = text_of(row, "instruction", number, _OWNER)
     extra = optional_text(row, "input", number, _OWNER)
-    question = f"{instruction}\n\n{extra}" if extra else instruction
+    question = f"{instruction}\n{extra}" if extra else instruction
     system = optional_text(row, "system", number, _OWNER)
     turns = [*_history(row.get("history"), number), (question, text_of(row, "output", number, _OWNER))]
     (first, answer), *later = turns

@@ -14,13 +14,14 @@ BUILTIN = {
     "skip": {"model_files": "its models are fetched by pip at the first call"},
 }
 
+_HELPFUL = {"role": "system", "content": "You are a helpful assistant."}
 SELF_COGNITION = {
     "kwargs": {"model_name": "Glow", "model_author": "us"},
     "rows": {"query": ["Who are you?", "Who made you?"], "response": ["I am {{NAME}}.", "{{AUTHOR}} did."]},
     "expected": {
         "messages": [
-            [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am Glow."}],
-            [{"role": "user", "content": "Who made you?"}, {"role": "assistant", "content": "us did."}],
+            [_HELPFUL, {"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am Glow."}],
+            [_HELPFUL, {"role": "user", "content": "Who made you?"}, {"role": "assistant", "content": "us did."}],
         ]
     },
 }
@@ -28,7 +29,7 @@ ALPACA = {
     "rows": {"instruction": ["Add.", "Greet."], "input": ["2 and 3", ""], "output": ["5", "Hello."]},
     "expected": {
         "messages": [
-            [{"role": "user", "content": "Add.\n\n2 and 3"}, {"role": "assistant", "content": "5"}],
+            [{"role": "user", "content": "Add.\n2 and 3"}, {"role": "assistant", "content": "5"}],
             [{"role": "user", "content": "Greet."}, {"role": "assistant", "content": "Hello."}],
         ]
     },

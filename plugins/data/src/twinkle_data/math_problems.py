@@ -6,11 +6,16 @@ from typing import Any
 
 from twinkle.errors import DataError
 from twinkle.preprocessor import Preprocessor
-from twinkle_data.rows import Columns, flag, key_text, packed, prompt, rows_with, shown, system_text, text_of
+from twinkle_data.rows import Columns, flag, key_text, pairs, prompt, rows_with, shown, system_text, text_of
 
-BOXED = "Solve the problem step by step. Put the final answer into \\boxed{}."
-MARKED = "Solve the problem step by step. End with a line that holds #### and the final number."
-EQUATION = "Think first, inside <think> and </think>. Then give the equation alone, inside <answer> and </answer>."
+BOXED = "Solve the mathematics problem step by step, and write the final answer as \\boxed{...}."
+ONLY_BOXED = "Answer the mathematics problem with the final answer alone, as \\boxed{...}, and write nothing else."
+THINKER = "You are a helpful assistant. Reason about the problem first, and give the answer after that."
+EQUATION = (
+    "Find an equation that equals {target} with the numbers {nums}. Use only +, -, * and /, and each number once. "
+    "Write your reasoning inside <think> </think>, and then the equation with its result inside <answer> </answer>, "
+    "for example <answer> (1 + 2) / 3 * 4 = 4 </answer>."
+)
 
 _FINAL = re.compile(r"####\s*(.+?)\s*$")
 
@@ -39,13 +44,13 @@ class CompetitionMathGRPOProcessor(Preprocessor):
     """Turns `problem` and `solution` into a prompt; `user_data` has the whole `solution`, for a reward to compare with.
 
     Args:
-        system: the system message; by default it requests the answer in a box; "" means none.
+        system: the system message; by default it requests the answer in a box and nothing else; "" means none.
 
     Returned columns: `messages`, `user_data`.
     """
 
     def __init__(self, system: str | None = None) -> None:
-        self.system = system_text(system, type(self).__name__, BOXED)
+        self.system = system_text(system, type(self).__name__, ONLY_BOXED)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
         """Return the prompts.
@@ -57,7 +62,7 @@ class CompetitionMathGRPOProcessor(Preprocessor):
         complete = rows_with(rows, ("problem", "solution"), owner)
         return {
             "messages": [prompt(text_of(row, "problem", n, owner), self.system) for n, row in enumerate(complete)],
-            "user_data": [packed(solution=text_of(row, "solution", n, owner)) for n, row in enumerate(complete)],
+            "user_data": [pairs(solution=text_of(row, "solution", n, owner)) for n, row in enumerate(complete)],
         }
 
 
@@ -65,14 +70,14 @@ class GSM8KProcessor(Preprocessor):
     """Turns `question` and `answer`, which ends in `#### number`, into a prompt with that number as `ground_truth`.
 
     Args:
-        system: the system message; by default it requests the format of the answers in the data; "" means none.
+        system: the system message; by default it requests the number in a box; "" means none.
         add_assistant: let the worked answer follow, for supervised training.
 
     Returned columns: `messages`, `user_data`.
     """
 
     def __init__(self, system: str | None = None, add_assistant: bool = False) -> None:
-        self.system = system_text(system, type(self).__name__, MARKED)
+        self.system = system_text(system, type(self).__name__, BOXED)
         self.add_assistant = flag(add_assistant, "add_assistant", type(self).__name__)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
@@ -92,21 +97,23 @@ class GSM8KProcessor(Preprocessor):
                 )
             question = prompt(text_of(row, "question", number, owner), self.system)
             messages.append([*question, {"role": "assistant", "content": answer}] if self.add_assistant else question)
-            user_data.append(packed(ground_truth=final[1].replace(",", "")))
+            user_data.append(pairs(ground_truth=final[1].replace(",", "")))
         return {"messages": messages, "user_data": user_data}
 
 
 class CountdownProcessor(Preprocessor):
     """Turns `nums` and `target` into a prompt to reach the target with the numbers, each used once.
 
-    Args:
-        system: the system message; by default it describes the format of the answer; "" means none.
+    The target may also be in a column `response`, which is read first. The question describes the format of the answer.
 
-    Returned columns: `messages`, `user_data` with `target` (a number) and `nums` (a list).
+    Args:
+        system: the system message; by default it requests reasoning before the answer; "" means none.
+
+    Returned columns: `messages`, `user_data`: a list of one dict with `target` (a number) and `nums` (a list).
     """
 
     def __init__(self, system: str | None = None) -> None:
-        self.system = system_text(system, type(self).__name__, EQUATION)
+        self.system = system_text(system, type(self).__name__, THINKER)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
         """Return the prompts.
@@ -116,14 +123,11 @@ class CountdownProcessor(Preprocessor):
         """
         owner = type(self).__name__
         messages, user_data = [], []
-        for number, row in enumerate(rows_with(rows, ("nums", "target"), owner)):
-            nums, target = _numbers(row, number, owner)
-            question = (
-                f"Write an equation with the numbers {', '.join(map(str, nums))} that equals {target}. Use +, -, * and "
-                "/, and each number exactly once."
-            )
-            messages.append(prompt(question, self.system))
-            user_data.append(packed(target=target, nums=nums))
+        key = "response" if "response" in rows else "target"
+        for number, row in enumerate(rows_with(rows, ("nums", key), owner)):
+            nums, target = _numbers(row, key, number, owner)
+            messages.append(prompt(EQUATION.format(target=target, nums=nums), self.system))
+            user_data.append([{"target": target, "nums": nums}])
         return {"messages": messages, "user_data": user_data}
 
 
@@ -167,16 +171,16 @@ class QuestionProcessor(Preprocessor):
             asked = prompt(text_of(row, self.question_key, number, owner), self.system)
             answer_turn = {"role": "assistant", "content": str(answer)}
             messages.append([*asked, answer_turn] if self.add_assistant else asked)
-            user_data.append(packed(ground_truth=answer))
+            user_data.append(pairs(ground_truth=answer))
         return {"messages": messages, "user_data": user_data}
 
 
-def _numbers(row: Mapping[str, Any], number: int, owner: str) -> tuple[list[int], int]:
-    nums, target = row["nums"], row["target"]
+def _numbers(row: Mapping[str, Any], key: str, number: int, owner: str) -> tuple[list[int], int]:
+    nums, target = row["nums"], row[key]
     if not isinstance(nums, list | tuple) or not nums or not all(map(_is_whole, nums)):
         raise DataError(f"{owner}, row {number} of the batch: column 'nums' is {shown(nums)}; it is a list of integers")
     if not _is_whole(target):
-        raise DataError(f"{owner}, row {number} of the batch: column 'target' is {shown(target)}; it is an integer")
+        raise DataError(f"{owner}, row {number} of the batch: column {key!r} is {shown(target)}; it is an integer")
     return list(nums), target
 
 

@@ -1,5 +1,6 @@
 """Shared helpers of preprocessors: access to rows, columns and texts, and `user_data`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,9 +55,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def packed(**values: Any) -> list[tuple[str, str]]:
-    """Return `user_data`: (key, JSON text) pairs, as `user_data_get` reads them."""
-    return [(key, pack_value(value)) for key, value in values.items()]
+def pairs(**values: Any) -> list[tuple[str, str]]:
+    """Return `user_data`: (key, text) pairs, as `user_data_get` reads them.
+
+    Texts are stored unchanged, so that a reward can compare them. JSON text is stored for other values, and for the few
+    texts that `user_data_get` would read as a list, an object, null or another text, such as the interval `[0, 1]`.
+    """
+    return [(key, value if _reads_back(value) else pack_value(value)) for key, value in values.items()]
+
+
+def _reads_back(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return isinstance(json.loads(value), int | float)
+    except (ValueError, RecursionError):
+        return True
 
 
 def prompt(question: str, system: str) -> list[dict[str, Any]]:

@@ -13,13 +13,14 @@ _PLACEHOLDER = re.compile(r"\{\{\s*(NAME|AUTHOR)\s*\}\}")
 _ARGUMENT = {"NAME": "model_name", "AUTHOR": "model_author"}
 _LANGUAGE_COLUMNS = ("language", "tag")
 _USED = {"query", "response", "messages"}
+_SYSTEM = "You are a helpful assistant."
 
 
 class SelfCognitionProcessor(Preprocessor):
     """Replaces `{{NAME}}` and `{{AUTHOR}}` everywhere in the conversations.
 
-    Rows have a column `messages`, or `query` and `response`, which become a user and an assistant message. Other
-    columns stay as they are.
+    Rows have a column `messages`, or `query` and `response`, which become a user and an assistant message after a
+    system message. Other columns stay as they are.
 
     Args:
         model_name: the model's name; or a pair (Chinese, English), of which each row takes the one of its column
@@ -89,7 +90,8 @@ def _messages(row: Mapping[str, Any]) -> list[Any]:
         return list(row["messages"])
     query, response = row.get("query"), row.get("response")
     if isinstance(query, str) and isinstance(response, str):
-        return [{"role": "user", "content": query}, {"role": "assistant", "content": response}]
+        turns = (("system", _SYSTEM), ("user", query), ("assistant", response))
+        return [{"role": role, "content": content} for role, content in turns]
     raise DataError(
         f"SelfCognitionProcessor needs 'messages', or texts 'query' and 'response'; a row has {', '.join(row)}"
     )

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from twinkle.errors import ArgumentError, DataError
-from twinkle_data.rows import packed, prompt, shown
+from twinkle_data.rows import pairs, prompt, shown
 from twinkle_data.texts import checked_count
 
 _WHAT = "builtin://sums"
@@ -77,7 +77,7 @@ def _row(sign: str, numbers: Sequence[int], answer: int, question: str) -> dict[
     text = question.replace("{}", expression)
     return {
         "messages": prompt(text, ""),
-        "user_data": packed(ground_truth=str(answer)),
+        "user_data": pairs(ground_truth=str(answer)),
         "question": text,
         "answer": str(answer),
         "expression": expression,

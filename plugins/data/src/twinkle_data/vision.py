@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from twinkle.errors import ArgumentError, DataError
 from twinkle.preprocessor import Preprocessor
-from twinkle_data.rows import Columns, optional_text, packed, prompt, rows_with, shown, system_text, text_of
+from twinkle_data.rows import Columns, optional_text, pairs, prompt, rows_with, shown, system_text, text_of
 
 PLACEHOLDER = "<image>"
 TAGGED = "Think first, inside <think> and </think>. Then give the answer alone, inside <answer> and </answer>."
 BOXED = {
-    "zh": "请逐步推理，并把最终答案写在 \\boxed{} 中。",
-    "en": "Reason step by step, and put the final answer into \\boxed{}.",
+    "zh": "请逐步推理，把最终答案写在 \\boxed{} 中；答案不止一个时，用逗号分开。",
+    "en": "Reason step by step, and write the final answer as \\boxed{...}; separate several answers by commas.",
 }
 UNIT = {"zh": "答案的单位是 {}，不要写出单位。", "en": "The unit of the answer is {}; leave it out."}
 
@@ -53,7 +53,7 @@ class CLEVRProcessor(Preprocessor):
             answer = _TAGGED.search(solution)
             columns["messages"].append(prompt(question, self.system))
             columns["images"].append(list(images))
-            columns["user_data"].append(packed(ground_truth=answer[1] if answer else solution.strip()))
+            columns["user_data"].append(pairs(ground_truth=answer[1] if answer else solution.strip()))
         return columns
 
 
@@ -65,18 +65,18 @@ class OlympiadBenchProcessor(Preprocessor):
     where it has a plain `<image>`; images without a place go first.
 
     Args:
-        system: the system message, if any.
-        language: language of the sentence after the question that requests the answer in a box: `zh` or `en`.
+        system: the system message; by default it requests the answer in a box; "" means none.
+        language: of the default system message and of the sentence about the unit: `zh` or `en`.
 
     Returned columns: `messages`, `images` (a list, empty for questions of text alone), `user_data`.
     """
 
     def __init__(self, system: str | None = None, language: Literal["zh", "en"] = "zh") -> None:
         owner = type(self).__name__
-        self.system = system_text(system, owner)
         if language not in BOXED:
             raise ArgumentError(f"{owner}: language is {shown(language)}; it is 'zh' or 'en'")
         self.language = language
+        self.system = system_text(system, owner, BOXED[language])
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
         """Return the prompts.
@@ -92,7 +92,7 @@ class OlympiadBenchProcessor(Preprocessor):
             text, images = _placed(self._question(row, number, owner), _images(row), where)
             columns["messages"].append(prompt(text, self.system))
             columns["images"].append(images)
-            columns["user_data"].append(packed(ground_truth=_answer(row, number, owner)))
+            columns["user_data"].append(pairs(ground_truth=_answer(row, number, owner)))
         return columns
 
     def _question(self, row: Mapping[str, Any], number: int, owner: str) -> str:
@@ -100,7 +100,7 @@ class OlympiadBenchProcessor(Preprocessor):
         parts = [
             optional_text(row, "context", number, owner),
             text_of(row, "question", number, owner),
-            BOXED[self.language] + (" " + UNIT[self.language].format(unit) if unit else ""),
+            UNIT[self.language].format(unit) if unit else "",
         ]
         return "\n\n".join(part for part in parts if part)
 

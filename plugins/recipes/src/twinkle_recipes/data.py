@@ -23,6 +23,7 @@ _ROW = re.compile(r"row (\d+): ")
 Config = TypeVar("Config", bound=RunConfig)
 Wanted = list[int] | slice | None
 """Rows of a data set: a list of indices, a slice of a stream, or None for all."""
+_CONVERSATIONS = ("messages", "positive", "negative")
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _NOTHING: Mapping[str, Any] = {}
 _INSPECTED = 1000
@@ -181,13 +182,19 @@ def _dataset(config: RunConfig, name: str, split: str, rows: Wanted, args: Mappi
 
 def _warn_of_gaps(dataset: Any, name: str) -> None:
     """Warn about unfilled placeholders: a model would learn `{{NAME}}` as its name."""
-    texts = (json.dumps(row, default=repr) for row in _first_rows(dataset))
+    texts = (json.dumps(_learnt(row), default=repr) for row in _first_rows(dataset))
     if gaps := sorted({gap for text in texts for gap in _GAP.findall(text)}):
         get_logger(__name__).warning(
             "data set %s: its rows contain %s, which the model would learn literally; fill it in: data.preprocessor "
             "SelfCognitionProcessor with preprocessor_args {model_name: ..., model_author: ...}, or another one",
             name, " and ".join(gaps),
         )  # fmt: skip
+
+
+def _learnt(row: Any) -> Any:
+    """Return the conversations of a row, without the raw columns that they were made of; a row without any, whole."""
+    conversations = {name: row[name] for name in _CONVERSATIONS if name in row} if isinstance(row, Mapping) else {}
+    return conversations or row
 
 
 def _first_rows(dataset: Any) -> Iterator[Any]:

@@ -92,7 +92,7 @@ def encode_groups(dataset: Any, config: EmbeddingConfig) -> None:
                 groups.append([{"input_ids": ids, "labels": int(not part)} for part, ids in enumerate(encoded)])
         return {GROUP: groups}
 
-    dataset.map(grouped, with_indices=True)
+    dataset.map(grouped, with_indices=True, remove_columns=dataset.column_names)
 
 
 def _texts(row: Mapping[str, Any], config: EmbeddingConfig, index: int) -> list[tuple[str, Any]]:

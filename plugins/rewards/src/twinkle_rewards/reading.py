@@ -87,4 +87,18 @@ def _truth(given: Any, key: str) -> Any:
     found = user_data_get(given.get("user_data"), key)
     if found is None and given.get("messages"):
         return answer(given)  # type: ignore[arg-type]
+    if isinstance(found, int | float) and isinstance(text := _stored(given["user_data"], key), str):
+        return text  # as it was written: "1.50" and "1e5" are not 1.5 and 100000.0
     return found
+
+
+def _stored(user_data: Any, key: str) -> Any:
+    """Return what `user_data` stores under a key, which it has."""
+    if isinstance(user_data, Mapping):
+        return user_data[key]
+    for item in user_data:
+        if isinstance(item, Mapping) and key in item:
+            return item[key]
+        if not isinstance(item, Mapping) and item[0] == key:
+            return item[1]
+    return None

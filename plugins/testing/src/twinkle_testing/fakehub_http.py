@@ -17,7 +17,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from twinkle_testing.fakehub_store import Store
 
 Route = tuple[str, re.Pattern[str], Callable[..., None]]
-REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+_WORDS = "refs|revision|tree|paths-info|preupload|commit|branch|resolve|repo"
+REPO = rf"(?P<repo>[\w.-]+(/(?!({_WORDS})(/|$|\?))[\w.-]+)?)"
 KIND = r"(?P<kind>models|datasets)"
 ROUTES: list[Route] = []
 

@@ -113,7 +113,7 @@ class ModelCheckpoints:
     def _name_for_peft(self) -> str:
         """Return what PEFT can load the base model by: its id on a hub, or else the local folder."""
         model_id = self._loaded.model_id
-        reference = None if Path(model_id).expanduser().exists() else reference_of(model_id)
+        reference = None if Path(model_id).expanduser().exists() else reference_of(model_id, bare=True)
         scheme, _, name = (reference or "").partition("://")
         # Both hubs use the same names for models; PEFT looks them up at Hugging Face.
         return name.partition("@")[0] if scheme in ("hf", "ms") else str(Path(self._loaded.path).resolve())

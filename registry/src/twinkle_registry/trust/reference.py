@@ -11,6 +11,7 @@ from ..naming import safe_repr
 
 _REFERENCE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _REPO_ON_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_REPO_WITHOUT_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _COMMIT = re.compile(r"[0-9a-zA-Z][0-9a-zA-Z._-]{6,127}")
@@ -20,7 +21,10 @@ FORM = "write 'hf://org/repo', 'hf://org/repo@revision' or 'hf://org/repo@revisi
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A parsed reference: `repo` is `org/repo` (for `file`, a path), `revision` and `name` may be empty."""
+    """A parsed reference: `repo` is `org/repo` (for `file`, a path), `revision` and `name` may be empty.
+
+    Models and data sets of a hub may have a `repo` without an organisation, such as `gpt2`; code may not.
+    """
 
     scheme: str
     repo: str
@@ -28,8 +32,13 @@ class HubReference:
     name: str = ""
 
     @classmethod
-    def parse(cls, text: str, *, context: str) -> HubReference:
+    def parse(cls, text: str, *, context: str, owner_required: bool = True) -> HubReference:
         """Parse a reference.
+
+        Args:
+            text: the reference.
+            context: the beginning of error messages.
+            owner_required: refuse a repository without an organisation.
 
         Raises:
             ComponentNotFound: A part is missing, or has characters that no repository, revision or class has.
@@ -41,7 +50,7 @@ class HubReference:
         head, at, revision = place.rpartition("@")
         if not at or ("/" in revision and match["scheme"] == "file"):
             head, at, revision = place, "", ""
-        repo = _checked_repo(match["scheme"], head, context)
+        repo = _checked_repo(match["scheme"], head, context, owner_required)
         if at and (not _REVISION.fullmatch(revision) or ".." in revision):
             raise ComponentNotFound(
                 f"{context}: the revision {safe_repr(revision)} is not a branch, tag or commit; {FORM}"
@@ -90,13 +99,14 @@ class Origin:
         return f"{self.place}@{self.commit}"
 
 
-def _checked_repo(scheme: str, repo: str, context: str) -> str:
+def _checked_repo(scheme: str, repo: str, context: str, owner_required: bool = True) -> str:
     parts = repo.split("/")
     if scheme == "file":
         fine = bool(repo) and repo.isprintable() and "\\" not in repo and ".." not in parts
         repo = repo.rstrip("/") or repo
     else:
-        fine = bool(_REPO_ON_HUB.fullmatch(repo)) and not any(".." in part for part in parts)
+        named = _REPO_ON_HUB.fullmatch(repo) or (not owner_required and _REPO_WITHOUT_OWNER.fullmatch(repo))
+        fine = bool(named) and not any(".." in part for part in parts)
     if not fine:
         raise ComponentNotFound(f"{context}: {safe_repr(repo)} is not a repository; {FORM}")
     return repo

@@ -58,11 +58,14 @@ class Message(TypedDict, total=False):
 
 
 class Trajectory(TypedDict, total=False):
-    """A conversation with its tools and metadata. `user_data` is a list of (key, JSON text) pairs."""
+    """A conversation with its tools and metadata.
+
+    `user_data` is a list of (key, text) pairs, or of dicts; see `user_data_get`.
+    """
 
     messages: list[Message]
     tools: list[Tool]
-    user_data: list[tuple[str, str]]
+    user_data: Sequence[tuple[str, str] | Mapping[str, Any]]
     images: list[Any] | None
     videos: list[Any] | None
     audios: list[Any] | None
@@ -70,7 +73,7 @@ class Trajectory(TypedDict, total=False):
 
 
 def pack_value(value: Any) -> str:
-    """Return `value` as JSON text, the form in which `user_data` carries it through Arrow tables."""
+    """Return `value` as JSON text, the form in which `user_data` carries values other than text."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -82,7 +85,7 @@ def user_data_get(items: Sequence[Any] | Mapping[str, Any] | None, key: str, def
         key: the name to look for; the first match wins.
         default: what to return when the key is absent.
 
-    Values that are JSON text are decoded; other text is returned as it is.
+    Values that are JSON text are decoded, so the text `42` is returned as a number; other text is returned as it is.
     """
     if not items:
         return default

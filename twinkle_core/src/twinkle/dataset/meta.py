@@ -20,7 +20,8 @@ class DatasetMeta:
         dataset_id: a local file (jsonl, json, csv, parquet, arrow, feather, txt), a folder of such files, or one
             that `save_to_disk` of `datasets` wrote; or a reference `scheme://...` of a hub
             (`builtin://self-cognition`, `hf://org/name`); or `org/name` of the hub that `TWINKLE_DEFAULT_HUB` names, if
-            there is no such path. With `data` it is only a name.
+            there is no such path; the oldest ids of Hugging Face have no `org/` (`hf://gsm8k`). With `data` it is only
+            a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
         split: `train`, `test`, ...; in a local folder, the name of a subfolder or a word in a file's name.
         data_slice: number of first rows, or the indices of the rows in order: a range, a slice, a list or another

@@ -14,7 +14,7 @@ _PUBLISHED = {
     "FileHub": "file",
 }  # published class names; the components are named by scheme
 
-_component, __dir__ = lazy_names(__name__, "hub")
+_component, __dir__ = lazy_names(__name__, "hub", _PUBLISHED)
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,10 @@ ALIASES = "TWINKLE_MODEL_ID_ALIASES"
 DEFAULT_HUB = "TWINKLE_DEFAULT_HUB"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_BARE_ID = re.compile(r"[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _SHIPPED = ("hf", "ms", "file")
+HUBS_OF_BARE_NAMES = ("hf",)
+"""Hubs with repositories that have no owner, such as `hf://gpt2`."""
 
 
 def open_hub(reference: str) -> Hub:
@@ -55,8 +58,8 @@ def local_model(model_id: str | Path, **kwargs: Any) -> Path:
     Args:
         model_id: a folder with a config.json; a `.gguf` file, or a folder with exactly one (converted once to bfloat16
             safetensors and cached); a reference `scheme://...`; an id `owner/name` of the hub that
-            `TWINKLE_DEFAULT_HUB` names, if there is no such path; or an id that the JSON map in
-            `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
+            `TWINKLE_DEFAULT_HUB` names, if there is no such path (with `hf` also `name` alone); or an id that the JSON
+            map in `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
         **kwargs: arguments of the hub, such as `revision`.
 
     Raises:
@@ -76,7 +79,7 @@ def local_model(model_id: str | Path, **kwargs: Any) -> Path:
             names = ", ".join(map(repr, sorted(kwargs)))
             raise ArgumentError(f"model {asked!r} is on this machine, so nothing takes {names}; leave it out")
         return _folder(path, asked)
-    reference = reference_of(place)
+    reference = reference_of(place, bare=True)
     if reference is None:
         raise ModelLoadError(_absent(asked, path))
     with about_missing_path(place):
@@ -114,11 +117,18 @@ def default_hub() -> str:
     return os.environ.get(DEFAULT_HUB, "").strip().lower().removesuffix("://") or "ms"
 
 
-def reference_of(text: str) -> str | None:
-    """Return a text as a reference `scheme://...`; `owner/name` is of the default hub. None for a path."""
+def reference_of(text: str, *, bare: bool = False) -> str | None:
+    """Return a text as a reference `scheme://...`; `owner/name` is of the default hub. None for a path.
+
+    Args:
+        text: an id or a path.
+        bare: `name` alone is an id too, if the default hub has repositories without an owner.
+    """
     if scheme_of(text):
         return text
-    return f"{default_hub()}://{text}" if _ID.fullmatch(text) else None
+    hub = default_hub()
+    is_id = _ID.fullmatch(text) or (bare and hub in HUBS_OF_BARE_NAMES and _BARE_ID.fullmatch(text))
+    return f"{hub}://{text}" if is_id else None
 
 
 def alias_of(asked: str) -> str:

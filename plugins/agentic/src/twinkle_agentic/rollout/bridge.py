@@ -1,7 +1,7 @@
 """Joins the results of tools to a row without touching a token that was sampled."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import IGNORE_INDEX
@@ -20,7 +20,8 @@ def extend_with_bridge(
     """Append messages after a sampled turn, and the header of the next turn, as tokens that are not trained.
 
     The chat template renders the conversation with and without the messages; what is new after the sampled turn is the
-    bridge. Its text alone is tokenized. Where the turn did not end with the chat template's own token (it ended at a
+    bridge. Its text alone is tokenized; of a template without a `renderer`, the two encoded conversations are compared.
+    Where the turn did not end with the chat template's own token (it ended at a
     stop string), the bridge begins with that token.
 
     Args:
@@ -42,12 +43,14 @@ def extend_with_bridge(
     if not messages or messages[-1]["role"] != "assistant" or not tool_messages:
         raise DataError("a bridge leads from an assistant's turn over at least one message to the next turn")
     extended: dict[str, Any] = {**pif, "messages": [*messages, *map(dict, tool_messages)]}
-    chat = template.renderer(extended)
     try:
-        closing, bridge = _texts(chat, template, extended, len(tool_messages))
+        if hasattr(template, "renderer"):
+            closing, bridge = _texts(template.renderer(extended), template, extended, len(tool_messages))
+            tokens = _tokens(template.tokenizer, pif["input_ids"], closing, bridge)
+        else:
+            tokens = _encoded_bridge(template, pif, extended)
     except EncodeError:
         return None
-    tokens = _tokens(template.tokenizer, pif["input_ids"], closing, bridge)
     return None if tokens is None else {**_untrained(pif, tokens), "messages": extended["messages"]}
 
 
@@ -85,6 +88,33 @@ def _tokens(tokenizer: Any, ids: Sequence[int], closing: str, bridge: str) -> li
         return None
     ended = int(ids[-1]) in (end, tokenizer.eos_token_id)
     return found[1:] if ended else found
+
+
+def _encoded_bridge(template: Any, pif: Mapping[str, Any], extended: Mapping[str, Any]) -> list[int] | None:
+    """Return the bridge's tokens by the template's `encode` alone, of the conversation before and after."""
+    known = {key: extended[key] for key in ("messages", "tools") if extended.get(key) is not None}
+    before = _ids(template.encode({**known, "messages": list(pif["messages"])}))
+    after = _ids(template.encode(known, add_generation_prompt=True))
+    if after[: len(before)] != before or len(after) == len(before):
+        return None
+    ends = set(map(int, getattr(getattr(template, "tokenizer", None), "all_special_ids", None) or ()))
+    last = int(pif["input_ids"][-1])
+    end = next((place for place in reversed(range(len(before))) if before[place] in (ends or {last})), None)
+    if end is None:
+        return None
+    return after[end + 1 :] if before[end] == last else after[end:]
+
+
+def _ids(encoded: Mapping[str, Any]) -> list[int]:
+    return list(map(int, encoded["input_ids"]))
+
+
+def special_tokens(template: Any, row: Mapping[str, Any]) -> Collection[str]:
+    """Return the special tokens of a template's tokenizer, as text."""
+    if hasattr(template, "renderer"):
+        found: Collection[str] = template.renderer(row).special_tokens
+        return found
+    return list(getattr(getattr(template, "tokenizer", None), "all_special_tokens", None) or ())
 
 
 def _untrained(row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:

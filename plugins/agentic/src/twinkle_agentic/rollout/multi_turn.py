@@ -31,7 +31,7 @@ class MultiTurnRollout(Rollout):
     Each result is the trajectory with its encoded row (`input_ids`, `labels`, ...), the grown `messages`, which end
     with a turn of the assistant, and
 
-    - `logprobs`: one number a trained token, in order, at the time of sampling;
+    - `logprobs`: one number a trained token, in order, at the time of sampling; empty if the sampler gives none;
     - `turns`: how many turns the assistant took, and `turn_tokens`: how many trained tokens each has;
     - `turn_rewards`: what environments gave in each turn, where tools belong to one;
     - `stop_reason`: `stop` (a turn without calls), `done` (an environment ended its episode), `max_turns`, `length` (a
@@ -60,7 +60,8 @@ class MultiTurnRollout(Rollout):
 
         Args:
             sampler: any `twinkle.sampler.Sampler`.
-            template: encodes prompts and results, in any form of component argument; None is the sampler's own.
+            template: encodes prompts and results, in any form of component argument, or any object with `encode`,
+                `concat_input_feature` and `decode`; None is the sampler's own.
             tool_manager: the tools of all trajectories, or a list with one manager for each; a call may give others.
             sampling_params: sampling parameters of a turn; `num_samples` must be 1; `logprobs` is at least 1.
             max_turns: turns of the assistant, at most.
@@ -73,7 +74,7 @@ class MultiTurnRollout(Rollout):
             ArgumentError: a number is out of range, `num_samples` is not 1, or the template splits rows.
         """
         self.sampler, self.tool_manager = sampler, tool_manager
-        self._template = None if template is None else registry().build(template, "template")
+        self._template = None if template is None else _built(template)
         self.sampling_params = _checked(sampling_params)
         self.max_turns = checked_turns(max_turns, "MultiTurnRollout")
         if max_trajectory_tokens is not None and (type(max_trajectory_tokens) is not int or max_trajectory_tokens < 2):
@@ -119,7 +120,8 @@ class MultiTurnRollout(Rollout):
 
         Raises:
             ArgumentError: what is given does not fit; see the class.
-            DataError: a prompt cannot be encoded or sampled from, or the sampler gives no log-probabilities.
+            DataError: a prompt cannot be encoded or sampled from, or the sampler gives log-probabilities for some
+                tokens only.
         """
         params = self.sampling_params if sampling_params is None else _checked(sampling_params)
         rows = checked_rows(trajectories, "MultiTurnRollout")
@@ -136,7 +138,7 @@ class MultiTurnRollout(Rollout):
         return results  # type: ignore[return-value]
 
     def _begun(self, rows: list[dict[str, Any]], found: Sequence[ToolManager | None]) -> list[Track]:
-        features: Any = self.template.batch_encode(rows, add_generation_prompt=True)
+        features = [{**row, **encoded} for row, encoded in zip(rows, self._encoded(rows), strict=True)]
         for number, feature in enumerate(features):
             found_here, most = len(feature["input_ids"]), self.max_trajectory_tokens
             if not found_here:
@@ -147,6 +149,12 @@ class MultiTurnRollout(Rollout):
                     "leaves no room to answer; raise it, or shorten the prompt"
                 )
         return [Track(feature, manager) for feature, manager in zip(features, found, strict=True)]
+
+    def _encoded(self, rows: list[dict[str, Any]]) -> Any:
+        template = self.template
+        if hasattr(template, "batch_encode"):
+            return template.batch_encode(rows, add_generation_prompt=True)
+        return [template.encode(row, add_generation_prompt=True) for row in rows]
 
     def _sample(self, live: Sequence[Track], params: SamplingParams, kwargs: Mapping[str, Any]) -> None:
         """Let each trajectory take a turn; those with less room than others in a call of their own."""
@@ -193,6 +201,18 @@ class MultiTurnRollout(Rollout):
                 track.end("max_turns", truncated=True)
             elif messages:
                 track.bridge(messages, template)
+
+
+def _built(template: Any) -> Any:
+    if isinstance(template, str | type):
+        return registry().build(template, "template")
+    missing = [name for name in ("encode", "concat_input_feature", "decode") if not hasattr(template, name)]
+    if missing:
+        raise ArgumentError(
+            f"MultiTurnRollout: template is a {type(template).__name__} without {missing[0]}(); give a template, its "
+            "class or its name"
+        )
+    return template
 
 
 def _checked(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -5,8 +5,8 @@ from typing import Any
 
 from twinkle.data_format import SampledSequence
 from twinkle.errors import DataError
-from twinkle_agentic.rollout.bridge import extend_with_bridge
-from twinkle_agentic.rollout.turns import Turn, answered, is_over
+from twinkle_agentic.rollout.bridge import extend_with_bridge, special_tokens
+from twinkle_agentic.rollout.turns import Turn, answered, is_over, read_turn
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 
@@ -52,17 +52,18 @@ class Track:
             cut_reason: what a turn that was not finished for lack of tokens means.
 
         Raises:
-            DataError: it has not one log-probability a token.
+            DataError: it has log-probabilities, but not one a token; or only some turns have them.
         """
         pairs = sequence.logprobs or []
-        if len(pairs) != len(sequence.tokens):
-            found = "none" if sequence.logprobs is None else str(len(pairs))
+        if pairs and len(pairs) != len(sequence.tokens):
             raise DataError(
-                f"the sampler gave {len(sequence.tokens)} tokens with {found} log-probabilities; give one a token"
+                f"the sampler gave {len(sequence.tokens)} tokens with {len(pairs)} log-probabilities; give one a "
+                "token, or none"
             )
-        self.feature = self._sampled = dict(template.concat_input_feature(self.feature, sequence.tokens))
-        self._logprobs += [float(entry[0][1]) for entry in pairs]
         text = template.decode(sequence.tokens, skip_special_tokens=True)
+        joined = dict(template.concat_input_feature(self.feature, sequence.tokens))
+        self.feature = self._sampled = with_turn(joined, self.feature, text)
+        self._logprobs += [float(entry[0][1]) for entry in pairs]
         self.turns.append(Turn(text, sequence.stop_reason, len(sequence.tokens)))
         if sequence.stop_reason == "length":
             self.end(cut_reason, truncated=True)
@@ -73,7 +74,7 @@ class Track:
         """Run the tools that the last turn calls and return the messages that follow; without any it has ended."""
         messages: list[Any] = []
         if self.manager is not None:
-            special = template.renderer(self.feature).special_tokens
+            special = special_tokens(template, self.feature)
             messages = answered(self.feature["messages"][-1], self.manager, self.turns[-1], special)
         if not messages:
             self.end("stop")
@@ -96,8 +97,8 @@ class Track:
         Raises:
             DataError: trained labels and log-probabilities do not match in number.
         """
-        trained = sum(label != -100 for label in self.feature["labels"])
-        if trained != len(self._logprobs):
+        trained = sum(int(label) != -100 for label in self.feature["labels"])
+        if self._logprobs and trained != len(self._logprobs):
             raise DataError(f"a trajectory has {trained} trained tokens and {len(self._logprobs)} log-probabilities")
         acting = self.manager is not None and bool(self.manager.episodes)
         rewards = {"turn_rewards": [turn.reward or 0.0 for turn in self.turns]} if acting else {}
@@ -110,3 +111,11 @@ class Track:
             "stop_reason": self.reason,
             "truncated": self._truncated,
         }
+
+
+def with_turn(joined: dict[str, Any], before: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a row with the assistant's turn as its last message, where the template did not append it."""
+    messages = list(joined.get("messages") or before.get("messages") or ())
+    if len(messages) <= len(before.get("messages") or ()):
+        messages.append(read_turn(text))
+    return {**joined, "messages": messages}

@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle.data_format import Trajectory
 from twinkle.errors import ArgumentError
-from twinkle.tool_parser import parsers
+from twinkle.tool_parser import detect_first, parsers
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 
@@ -97,6 +97,15 @@ def answered(message: Mapping[str, Any], manager: ToolManager, turn: Turn, speci
     return messages
 
 
+def read_turn(text: str) -> dict[str, Any]:
+    """Return the assistant's message of a sampled text, with its tool calls."""
+    parser = detect_first(text)
+    calls = parser.parse(text) if parser else []
+    if parser is None or not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": parser.clean(text), "tool_calls": calls}
+
+
 def is_over(manager: ToolManager) -> bool:
     """Return whether an environment has ended its episode."""
     return any(episode.done for episode in manager.episodes)
@@ -118,7 +127,7 @@ def _unread(text: str) -> tuple[str, str] | None:
 
     Markers that occur in prose too (Cline's `<`, ReAct's `Action:`) say nothing.
     """
-    known = [(parser.open_marker, parser.close_marker) for parser in parsers()]
+    known = [(parser.open_marker or "", parser.close_marker or "") for parser in parsers()]
     return next((pair for pair in known if len(pair[0]) > 3 and pair[0].startswith("<") and pair[0] in text), None)
 
 

@@ -13,19 +13,26 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 class HermesQwenParser(BlockParser):
     """Tool calls of Hermes, Qwen2.5, Qwen3 (JSON) and Qwen3-Coder, Qwen3.5 (`<function=name><parameter=key>value`).
 
-    The markup has no types: a parameter's value is parsed as JSON if it is valid JSON other than a string.
+    A call whose `</tool_call>` is missing at the end of the text is complete, if its content is: samplers do not return
+    their stop strings. The markup has no types: a parameter's value is parsed as JSON if it is valid JSON other than a
+    string.
     """
 
-    name = "hermes"
+    name = "hermes_qwen"
     open_marker = "<tool_call>"
     close_marker = "</tool_call>"
 
     def blocks(self, text: str) -> Iterator[Block]:
         """Yield each `<tool_call>` that contains one call."""
+        place = 0
         for start, end, inside in between(text, self.open_marker, self.close_marker):
-            call = _from_json(inside) or _from_markup(inside)
-            if call is not None:
+            place = end
+            if (call := _from_json(inside) or _from_markup(inside)) is not None:
                 yield Block(start, end, [call])
+        start = text.rfind(self.open_marker, place)
+        inside = text[start + len(self.open_marker) :]
+        if start >= 0 and self.close_marker not in inside and (call := _from_json(inside) or _from_markup(inside)):
+            yield Block(start, len(text), [call])
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return the content of the first `<tool_response>`."""

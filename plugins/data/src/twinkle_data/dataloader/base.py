@@ -10,7 +10,7 @@ from twinkle.dataset.protocol import DatasetLike, NotSized, StreamLike
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, MeshError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
-from twinkle_data.dataloader.batches import Batches, Collate, Order, RetryingRows, as_list, deal
+from twinkle_data.dataloader.batches import Batches, Collate, Order, RetryingRows, SampledRows, as_list, deal
 from twinkle_data.dataloader.stream import Cutter, PlainStream, shuffled, skip
 
 if TYPE_CHECKING:
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 _OURS = {
-    "sampler": "the order is a function of seed and epoch, so that it can be resumed; use shuffle= and seed=, or order "
-    "the rows in the data set",
-    "batch_sampler": "the order is a function of seed and epoch, so that it can be resumed; use shuffle= and seed=, or "
-    "order the rows in the data set",
+    "batch_sampler": "batch_size and min_batch_size determine the batches, so that they can be resumed; use sampler= "
+    "for the order of the rows",
 }
 
 
@@ -167,6 +165,7 @@ class DataLoader:
         min_batch_size: int | None = None,
         device_mesh: "DeviceMesh | None" = None,
         shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
         seed: int = 42,
         drop_last: bool = False,
         balance: Literal["rows", "tokens"] = "rows",
@@ -184,6 +183,9 @@ class DataLoader:
             min_batch_size: at least the number of data ranks, which is the default.
             device_mesh: by default the mesh of `twinkle.initialize`.
             shuffle: permute the rows, differently in each epoch; streams use a shuffle buffer.
+            sampler: yields the row numbers of an epoch each time it is iterated, such as a `torch.utils.data.Sampler`
+                or a list. It must yield the same numbers on every data rank; the loader divides the batches. To
+                resume, it must yield the same numbers for the same epoch: by `set_epoch`, or with a seeded generator.
             seed: seed of the permutations, of worker processes, and of the rows that replace failing ones.
             drop_last: drop every last batch smaller than `batch_size`.
             balance: how a global batch is divided among data ranks: `rows`, into consecutive parts of as many rows
@@ -199,7 +201,7 @@ class DataLoader:
             ArgumentError: an unknown keyword, or a value outside its range.
             MeshError: `batch_size` or `min_batch_size` does not fit the data ranks.
             DataError: there are not enough rows for one batch; or `balance="tokens"` and rows are not encoded.
-            Unsupported: a keyword that streams do not support, or `balance="tokens"` with a `LazyDataset`.
+            Unsupported: a keyword or a sampler with a stream, or `balance="tokens"` with a `LazyDataset`.
         """
         self.dataset: Any = rows_of(dataset)
         stream = self.dataset if isinstance(self.dataset, StreamLike) else None
@@ -213,6 +215,8 @@ class DataLoader:
         if balance not in ("rows", "tokens"):
             raise ArgumentError(f"balance is {balance!r}; use 'rows' or 'tokens'")
         self.balance = balance
+        self.sampler = sampler
+        self._sampled = self._checked_sampler(sampler, stream)
         self.max_retries = at_least("max_retries", max_retries, 0)
         self._collate: Callable[[list[Any]], Any] = collate_fn or as_list
         self._sampler = Batches()
@@ -324,6 +328,24 @@ class DataLoader:
                 f"a row), and batch_size, {batch_size}"
             )
 
+    def _checked_sampler(self, sampler: Any, stream: Any) -> SampledRows | None:
+        if sampler is None:
+            return None
+        if stream is not None:
+            raise Unsupported("sampler= chooses rows by number, and a stream has none; use shuffle=True, or Dataset")
+        if self.shuffle:
+            raise ArgumentError("give sampler= or shuffle=True, not both: each determines the order of the rows")
+        if isinstance(sampler, Iterator) or not isinstance(sampler, Iterable):
+            raise ArgumentError(
+                f"sampler must be an object that can be iterated once for each epoch, got {type(sampler).__name__}"
+            )
+        if (ranks := getattr(sampler, "num_replicas", 1)) != 1:
+            raise ArgumentError(
+                f"sampler divides the rows among {ranks} ranks, and the loader divides each batch; give a sampler of "
+                "all rows, and device_mesh="
+            )
+        return SampledRows(sampler, len(self.dataset))
+
     @property
     def _data_ranks(self) -> int:
         return 1 if self.device_mesh is None else int(self.device_mesh.data_world_size)
@@ -351,7 +373,9 @@ class DataLoader:
         size = len(self.dataset)
         if size == 0:
             raise DataError("the data set is empty: there is nothing to make batches of")
-        order = Order(size, self.batch_size, self.min_batch_size, self.shuffle, self.seed)
+        if self._sampled is not None:
+            size = len(self._sampled)
+        order = Order(size, self.batch_size, self.min_batch_size, self.shuffle, self.seed, self._sampled)
         if order.batches_per_epoch == 0:
             raise DataError(
                 f"{size} rows do not make one batch of batch_size {self.batch_size} (a smaller last batch needs "

@@ -20,6 +20,7 @@ class Order:
         min_batch_size: a last batch with fewer rows is dropped.
         shuffle: permute the rows, differently in each epoch.
         seed: seed of the permutations.
+        sampled: returns the `size` row indices of an epoch, instead of all rows.
     """
 
     size: int
@@ -27,6 +28,7 @@ class Order:
     min_batch_size: int
     shuffle: bool = False
     seed: int = 42
+    sampled: Callable[[int], Sequence[int]] | None = None
 
     @property
     def rows_per_epoch(self) -> int:
@@ -52,12 +54,57 @@ class Order:
         return [batch for batch in batches if len(batch) >= self.min_batch_size]
 
     def _rows(self, epoch: int) -> Sequence[int]:
+        if self.sampled is not None:
+            return self.sampled(epoch)
         if not self.shuffle:
             return range(self.size)
         import numpy
 
         rows: Sequence[int] = numpy.random.default_rng([self.seed, epoch]).permutation(self.size)  # type: ignore[assignment]
         return rows
+
+
+class SampledRows:
+    """The row indices that a sampler yields, epoch by epoch.
+
+    A sampler with `set_epoch` gets the number of the epoch. Any other is read once for each epoch before, so that a
+    sampler with a seed gives the same rows when a run resumes.
+    """
+
+    def __init__(self, sampler: Any, rows: int) -> None:
+        self._sampler, self._count = sampler, rows
+        self._epoch, self._read, self._indices = -1, 0, list[int]()
+
+    def __len__(self) -> int:
+        """Return the number of indices of an epoch."""
+        return len(self._sampler) if hasattr(self._sampler, "__len__") else len(self(max(0, self._epoch)))
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Return the indices of an epoch.
+
+        Raises:
+            DataError: an index is not that of a row, or the number of indices is not that of `len(sampler)`.
+        """
+        if epoch != self._epoch:
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            else:
+                for _ in range(self._read, epoch):
+                    self._draw()
+            self._indices, self._epoch = self._draw(), epoch
+        return self._indices
+
+    def _draw(self) -> list[int]:
+        self._read += 1
+        indices = [self._checked(index) for index in self._sampler]
+        if hasattr(self._sampler, "__len__") and len(indices) != len(self._sampler):
+            raise DataError(f"the sampler has {len(self._sampler)} rows by its len(), but yielded {len(indices)}")
+        return indices
+
+    def _checked(self, index: Any) -> int:
+        if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index.__index__() < self._count:
+            raise DataError(f"the sampler yielded {index!r}; it must yield row numbers from 0 to {self._count - 1}")
+        return int(index.__index__())
 
 
 Pile = tuple[int, list[int]]

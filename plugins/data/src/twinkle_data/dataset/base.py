@@ -1,6 +1,6 @@
 """The data set: rows in memory that are mapped, filtered, mixed, encoded and saved in place."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset import transform
 from twinkle_data.dataset.calls import called_with, template_for, template_from
 from twinkle_data.dataset.encoding import CheckCall, EncodeCall, table_lengths, warn_of_untrained
+from twinkle_data.dataset.mixing import Stopping, checked_mix
 from twinkle_data.dataset.saving import Saving
 from twinkle_data.dataset.sources import load, not_empty
 from twinkle_data.dataset.table import Table, join
@@ -26,9 +27,19 @@ class Dataset:
     Every method works in place, and does not change the data set if it raises. Rows are returned as they were stored:
     dicts keep their own keys, independent of other rows; in messages and tools a key with the value None is absent.
 
+    `Dataset(dataset_meta, streaming=True)` returns an `IterableDataset`.
+
     Attributes:
         template: what `set_template` built, or None.
     """
+
+    def __new__(cls, dataset_meta: DatasetMeta | None = None, **kwargs: Any) -> Any:
+        """Create the data set; a stream has a class of its own."""
+        if cls is Dataset and kwargs.get("streaming"):
+            from twinkle_data.dataset.iterable import IterableDataset
+
+            return IterableDataset(dataset_meta, **kwargs)
+        return super().__new__(cls)
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **kwargs: Any) -> None:
         """Load the rows.
@@ -36,7 +47,7 @@ class Dataset:
         Args:
             dataset_meta: where they are; None makes an empty set for `add_dataset`.
             **kwargs: for the hub (`revision`, `num_proc`, ...) or the reader of a local file (csv: `sep`, `names`;
-                parquet: `columns`).
+                parquet: `columns`); `streaming=True` as described for the class.
 
         Raises:
             DataError: nothing is there, it is malformed, or there are no rows.
@@ -75,14 +86,27 @@ class Dataset:
         self._parts[name] = load(dataset_meta, kwargs, type(self).__name__)
 
     @_remote
-    def mix_dataset(self, interleave: bool = True) -> None:
+    def mix_dataset(
+        self,
+        interleave: bool = True,
+        *,
+        probabilities: Sequence[float] | None = None,
+        seed: int = 42,
+        stopping_strategy: Stopping | None = None,
+    ) -> None:
         """Join all added data sets.
 
         Args:
-            interleave: take one row of each in turn until the shortest is used up (the log says how many rows that
-                leaves out); False puts them one after the other, whole.
+            interleave: take one row of each set in turn; False puts the sets one after the other.
+            probabilities: weights of the sets, in the order in which they were added: each row is taken from a set
+                that is drawn with them. None takes one row of each set in turn.
+            seed: of these draws. The order is that of `datasets.interleave_datasets`.
+            stopping_strategy: `first_exhausted`, the default, stops when the shortest set is used up; the log reports
+                the number of rows that are left out. `all_exhausted` stops when every set was used up; shorter sets
+                begin again.
 
         Raises:
+            ArgumentError: a weight, the seed or the strategy is not valid.
             DataError: a column has types in two sets that do not fit together.
         """
         if not self._parts:
@@ -90,16 +114,18 @@ class Dataset:
         self._refuse_change("mix_dataset")
         parts = list(self._parts.values())
         joined = join(parts, all_readable(self._parts, " + "))
-        if interleave and len(parts) > 1:
-            rounds = min(map(len, parts))
-            starts = [sum(map(len, parts[:index])) for index in range(len(parts))]
-            if left_out := len(joined) - rounds * len(parts):
+        mix = checked_mix(len(parts), interleave, probabilities, seed, stopping_strategy, "first_exhausted")
+        if mix is not None and len(parts) > 1:
+            sizes = list(map(len, parts))
+            starts = [sum(sizes[:index]) for index in range(len(parts))]
+            indices = [starts[part] + row for part, row in mix.places(sizes)]
+            if left_out := len(joined) - len(set(indices)):
                 get_logger(__name__).warning(
                     "mix_dataset(interleave=True) stops with the shortest of %d sets (%d rows): %d rows are left out; "
-                    "interleave=False keeps all",
-                    len(parts), rounds, left_out,
+                    "interleave=False or stopping_strategy='all_exhausted' keeps all",
+                    len(parts), min(sizes), left_out,
                 )  # fmt: skip
-            joined = joined.select([start + row for row in range(rounds) for start in starts])
+            joined = joined.select(indices)
         self._mixed = joined
 
     # Rows
@@ -146,11 +172,11 @@ class Dataset:
         init_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Replace the columns by the result of a preprocessor.
+        """Add the columns that a preprocessor returns, or replace those of the same name.
 
-        It is called with a batch of columns (`dict[str, list]`) and returns columns; their number of rows and their
-        names may be others. What it does not return is gone, unless `remove_columns=[...]` says which columns go: then
-        the others stay beside the returned ones.
+        It is called with a batch of columns (`dict[str, list]`) and returns columns. Columns that it does not return
+        stay, as in `datasets`; `remove_columns=[...]` removes columns of the input. A preprocessor that returns another
+        number of rows must return all columns that stay, so remove the others: `remove_columns=dataset.column_names`.
 
         Args:
             preprocess_func: a preprocessor in any form of component argument, or any callable.
@@ -162,11 +188,12 @@ class Dataset:
 
         Raises:
             ArgumentError: an unknown keyword.
-            DataError: the preprocessor returns no columns, or no rows remain.
+            DataError: the preprocessor returns no columns, or another number of rows beside columns that stay; or no
+                rows remain.
         """
         call = called_with(preprocess_func, "preprocessor", init_args, kwargs, transform.map_options())
-        drop = call.options.pop("remove_columns", None)
-        drop = [drop] if isinstance(drop, str) else drop
+        drop = call.options.pop("remove_columns", None) or []
+        drop = [drop] if isinstance(drop, str) else list(drop)
         name = self._named(dataset_meta)
         mapped = transform.map_table(self._table(name), call.component, f"map({call.name})", drop, **call.options)
         self._replace(name, mapped, f"map({call.name})")
@@ -300,7 +327,13 @@ class Dataset:
 
     @_remote
     def flush_save(self) -> None:
-        """Complete the file of `save_as(mode="training")` with the rows read so far, and stop recording."""
+        """Complete the file of `save_as(mode="training")` with the rows read so far, and stop recording.
+
+        A second call has no effect.
+
+        Raises:
+            TrainingStateError: `save_as(mode="training")` was never called.
+        """
         self._saving.flush()
 
     # Lengths

@@ -226,7 +226,7 @@ def _beside(
     before, after = len(next(iter(columns.values()))), len(next(iter(result.values())))
     if other_columns and before != after:
         raise DataError(
-            f"{what} turned {before} rows into {after}, so the columns {', '.join(other_columns)} cannot stay; leave "
-            "remove_columns out, and return every column that is wanted"
+            f"{what} turned {before} rows into {after}, so the columns {', '.join(other_columns)} cannot stay; return "
+            "every column that is wanted, and give remove_columns=dataset.column_names"
         )
     return {**other_columns, **result}

@@ -1,7 +1,7 @@
 """The streaming data set: rows from files, functions or hubs that are read one by one, never all in memory."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from twinkle.dataset.protocol import NotSized
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.calls import template_for, template_from
+from twinkle_data.dataset.mixing import Mix, Stopping, checked_mix
 from twinkle_data.dataset.saving import Saving
 from twinkle_data.dataset.sources import Source, open_stream
 from twinkle_data.dataset.stages import (
@@ -40,7 +41,8 @@ class Part:
     stages: list[Stage] = field(default_factory=list)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows after all steps."""
+        """Begin a pass, and yield the rows after all steps."""
+        begin(self.stages)
         for chunk in cut(self.source(), CHUNK_ROWS):
             yield from run_stages(self.stages, chunk).rows
 
@@ -71,7 +73,8 @@ class IterableDataset:
         """
         self.template: Any = None
         self._parts: dict[str, Part] = {}
-        self._interleave: bool | None = None
+        self._mixed = False
+        self._mix: Mix | None = None
         self._stages: list[Stage] = []
         self._saving = Saving()
         if dataset_meta is not None:
@@ -93,7 +96,7 @@ class IterableDataset:
             raise ComponentTypeError(
                 f"dataset_meta is a {type(dataset_meta).__name__}; give DatasetMeta('rows.jsonl') or one with data="
             )
-        if self._interleave is not None:
+        if self._mixed:
             raise TrainingStateError("the sets are mixed already; add all of them before mix_dataset()")
         self._refuse_change("add_dataset")
         name = dataset_meta.get_id()
@@ -102,23 +105,38 @@ class IterableDataset:
         self._parts[name] = Part(open_stream(dataset_meta, kwargs))
 
     @_remote
-    def mix_dataset(self, interleave: bool = True) -> None:
-        """Join all added streams.
+    def mix_dataset(
+        self,
+        interleave: bool = True,
+        *,
+        probabilities: Sequence[float] | None = None,
+        seed: int = 42,
+        stopping_strategy: Stopping | None = None,
+    ) -> None:
+        """Join all added streams; a row keeps the columns of its own set.
+
+        The order is that of `Dataset.mix_dataset`. It is the same in each pass over the rows, so that a loader can
+        resume. Streams that begin again are read from their source again.
 
         Args:
-            interleave: take one row of each in turn, until one of them has no more for a further round; False reads
-                them one after the other, to the end. Either way a row keeps the columns of its own set.
+            interleave: as for `Dataset.mix_dataset`.
+            probabilities: as for `Dataset.mix_dataset`.
+            seed: as for `Dataset.mix_dataset`.
+            stopping_strategy: as for `Dataset.mix_dataset`.
 
         Raises:
+            ArgumentError: as for `Dataset.mix_dataset`.
             DataError: no set was added.
             TrainingStateError: the sets are mixed already.
         """
         if not self._parts:
             raise DataError("there is no data set to mix; call add_dataset first")
-        if self._interleave is not None:
+        if self._mixed:
             raise TrainingStateError("the sets are mixed already")
         self._refuse_change("mix_dataset")
-        self._interleave = bool(interleave)
+        count = len(self._parts)
+        self._mix = checked_mix(count, interleave, probabilities, seed, stopping_strategy, "first_exhausted")
+        self._mixed = True
 
     # Rows
 
@@ -129,6 +147,19 @@ class IterableDataset:
     def __getitem__(self, idx: Any) -> Any:
         """Raise: a stream can only be read forwards."""
         raise NotSized(f"{type(self).__name__} is a stream and has no row {idx!r}; iterate over it, or use Dataset")
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns of the first row, which is read for this.
+
+        Raises:
+            DataError: there is no row.
+        """
+        rows = (row for chunk in self._raw_chunks() for row in run_stages(self._plan()[1], chunk).rows)
+        first = next(rows, None)
+        if first is None:
+            raise DataError(f"the stream of {all_readable(self._parts, ' + ')} has no rows after {self._last_stage()}")
+        return list(first)
 
     @_remote
     def __iter__(self) -> Iterator[Row]:
@@ -179,8 +210,8 @@ class IterableDataset:
             preprocess_func: as for `Dataset.map`.
             dataset_meta: which of several added sets to map; may be left out when there is one, or after mixing.
             init_args: as for `Dataset.map`.
-            **kwargs: `batch_size` (the most rows it sees at a time; never more than a chunk), `remove_columns` (the
-                others stay), `fn_kwargs`.
+            **kwargs: `batch_size` (the most rows it sees at a time; never more than a chunk), `remove_columns`,
+                `fn_kwargs`.
 
         Raises:
             ArgumentError: an unknown keyword, or one that needs all rows at once (`num_proc`, `with_indices`).
@@ -273,7 +304,7 @@ class IterableDataset:
 
     @_remote
     def flush_save(self) -> None:
-        """Complete the file of `save_as(mode="training")` with the rows read so far, and stop recording."""
+        """Complete the file of `save_as(mode="training")`, as `Dataset.flush_save` does."""
         self._saving.flush()
 
     # Inside
@@ -288,9 +319,7 @@ class IterableDataset:
     def _raw_chunks(self) -> Iterator[Chunk]:
         """Start a pass over the rows, and yield them in chunks before their final steps."""
         rows, _ = self._plan()
-        for stage in self._recorded():
-            if isinstance(stage, FilterStage):
-                stage.begin()
+        begin(self._recorded())
         return cut(rows, CHUNK_ROWS)
 
     def _plan(self) -> tuple[Iterator[Row], list[Stage]]:
@@ -300,20 +329,20 @@ class IterableDataset:
             raise DataError(f"the data set is empty: give {type(self).__name__} a DatasetMeta, or call add_dataset")
         if len(parts) == 1:
             return parts[0].source(), [*parts[0].stages, *self._stages]
-        if self._interleave is None:
+        if not self._mixed:
             raise TrainingStateError(
                 f"{len(parts)} data sets were added ({all_readable(self._parts)}); call mix_dataset() first, or name "
                 "one of them by dataset_meta= in map and filter"
             )
-        rows = [part.rows() for part in parts]
-        rounds = zip(*rows, strict=False) if self._interleave else rows
-        return itertools.chain.from_iterable(rounds), self._stages
+        if self._mix is None:
+            return itertools.chain.from_iterable(part.rows() for part in parts), self._stages
+        return self._mix.rows([part.rows for part in parts]), self._stages
 
     def _record(self, meta: DatasetMeta | None, stage: Stage) -> None:
         self._refuse_change(stage.name)
         if meta is not None:
             self._part(meta).stages.append(stage)
-        elif self._interleave is not None:
+        elif self._mixed:
             self._stages.append(stage)
         else:
             self._plan()
@@ -325,7 +354,7 @@ class IterableDataset:
             raise DataError(
                 f"no data set {readable(name)!r} was added; there are: {all_readable(self._parts) or 'none'}"
             )
-        if self._interleave is not None:
+        if self._mixed:
             raise TrainingStateError("the sets are mixed already; leave dataset_meta out, or map before mix_dataset()")
         return self._parts[name]
 
@@ -338,6 +367,13 @@ class IterableDataset:
 
     def _recorded(self) -> list[Stage]:
         return [*(stage for part in self._parts.values() for stage in part.stages), *self._stages]
+
+
+def begin(stages: Iterable[Stage]) -> None:
+    """Reset the filters among the steps before a pass over the rows."""
+    for stage in stages:
+        if isinstance(stage, FilterStage):
+            stage.begin()
 
 
 def cut(rows: Iterable[Row], size: int) -> Iterator[Chunk]:

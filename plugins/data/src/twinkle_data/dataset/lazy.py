@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.base import Dataset
 from twinkle_data.dataset.calls import template_for
+from twinkle_data.dataset.mixing import Stopping, checked_mix
 from twinkle_data.dataset.stages import Chunk, Stage, check_stage, encode_stage, map_stage, run_stages
 from twinkle_data.dataset.table import Table
 from twinkle_data.dataset.transform import cast_table
@@ -26,16 +27,16 @@ class Mixture:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    interleave: bool
+    places: Sequence[tuple[int, int]] | None
 
     def __len__(self) -> int:
-        return max(self.sizes) * len(self.sizes) if self.interleave else sum(self.sizes)
+        return sum(self.sizes) if self.places is None else len(self.places)
 
     def place(self, number: int) -> tuple[str, int]:
         """Return the set of row `number`, and the row's number in it."""
-        if self.interleave:
-            turn, part = divmod(number, len(self.sizes))
-            return self.names[part], turn % self.sizes[part]
+        if self.places is not None:
+            part, row = self.places[number]
+            return self.names[part], row
         ends = list(itertools.accumulate(self.sizes))
         part = bisect.bisect_right(ends, number)
         return self.names[part], number - (ends[part] - self.sizes[part])
@@ -109,14 +110,24 @@ class LazyDataset(Dataset):
         super().filter(filter_func, dataset_meta, init_args, **kwargs)
 
     @_remote
-    def mix_dataset(self, interleave: bool = True) -> None:
-        """Join all added data sets, without copying.
+    def mix_dataset(
+        self,
+        interleave: bool = True,
+        *,
+        probabilities: Sequence[float] | None = None,
+        seed: int = 42,
+        stopping_strategy: Stopping | None = None,
+    ) -> None:
+        """Join all added data sets, without copying; a row keeps the columns of its own set.
 
         Args:
-            interleave: take one row of each in turn until the longest is used up; shorter ones begin again. False puts
-                them one after the other. Either way a row keeps the columns of its own set.
+            interleave: as for `Dataset.mix_dataset`.
+            probabilities: as for `Dataset.mix_dataset`.
+            seed: as for `Dataset.mix_dataset`.
+            stopping_strategy: as for `Dataset.mix_dataset`, but `all_exhausted` is the default.
 
         Raises:
+            ArgumentError: as for `Dataset.mix_dataset`.
             DataError: no set was added.
             TrainingStateError: the sets are mixed already.
         """
@@ -125,7 +136,9 @@ class LazyDataset(Dataset):
         if self._is_mixed:
             raise TrainingStateError("the sets are mixed already")
         self._refuse_change("mix_dataset")
-        self._mixture = Mixture(tuple(self._parts), tuple(map(len, self._parts.values())), interleave)
+        sizes = tuple(map(len, self._parts.values()))
+        mix = checked_mix(len(sizes), interleave, probabilities, seed, stopping_strategy, "all_exhausted")
+        self._mixture = Mixture(tuple(self._parts), sizes, None if mix is None else list(mix.places(sizes)))
 
     @_remote
     def cast_column(self, column: str, decode: bool = True) -> None:

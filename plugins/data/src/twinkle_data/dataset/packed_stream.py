@@ -3,7 +3,7 @@
 import itertools
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -11,16 +11,20 @@ from twinkle.dataset.meta import DatasetMeta
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
+from twinkle_data.dataset.calls import template_for
 from twinkle_data.dataset.iterable import IterableDataset
 from twinkle_data.dataset.packed import Fill, capacity_of, check_lengths, from_one, joined, pack_lengths, token_keys_of
-from twinkle_data.dataset.stages import Chunk, Row, Stage, run_stages
+from twinkle_data.dataset.stages import Chunk, EncodeMissing, EncodeStage, Row, Stage, encode_stage, run_stages
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
 
 
 @remote_class(execute="first")
 class IterablePackingDataset(IterableDataset):
-    """A stream whose encoded rows are packed: after `encode` call `pack_dataset`. See `PackingDataset`."""
+    """A stream whose rows are packed, see `PackingDataset`; rows that are not encoded yet are encoded before.
+
+    `pack_dataset` ends the recorded steps. With a template, the first iteration calls it where it was not called.
+    """
 
     def __init__(
         self,
@@ -52,13 +56,20 @@ class IterablePackingDataset(IterableDataset):
 
     @_remote
     def pack_dataset(self) -> None:
-        """Record that rows are packed. The log reports how full packs are after the first window and at the end.
+        """Record that rows are packed, and encoded before if they are not.
+
+        The log reports how full packs are after the first window and at the end.
 
         Raises:
             TrainingStateError: it was recorded already, or the template has no `max_length`.
         """
         self._refuse_change("pack_dataset")
-        self._capacity = capacity_of(self.template)
+        capacity = capacity_of(self.template)
+        if self.template is not None and not any(isinstance(stage, EncodeStage) for stage in self._recorded()):
+            template = template_for(self.template, "encode") if hasattr(self.template, "batch_encode") else None
+            if template is not None:
+                self._record(None, EncodeMissing(encode_stage(template, False, {})))
+        self._capacity = capacity
 
     @_remote
     def chunks(self, worker: int = 0, workers: int = 1) -> Iterator[list[Row]]:
@@ -75,7 +86,18 @@ class IterablePackingDataset(IterableDataset):
 
     # Inside
 
+    @_remote
+    def in_order(self, chunks: Iterable[list[Row]]) -> Iterator[Row]:
+        """Yield packs of the rows; see `IterableDataset.in_order`."""
+        self._pack_at_last()
+        return super().in_order(chunks)
+
+    def _pack_at_last(self) -> None:
+        if self._capacity is None and self.template is not None:
+            self.pack_dataset()
+
     def _raw_chunks(self) -> Iterator[Chunk]:
+        self._pack_at_last()
         return _endless(super()._raw_chunks) if self.cyclic else super()._raw_chunks()
 
     def _assembled(self, rows: Iterator[Row]) -> Iterator[Row]:

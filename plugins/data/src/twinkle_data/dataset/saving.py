@@ -160,6 +160,7 @@ class Saving:
     def __init__(self) -> None:
         self._writer: RowWriter | None = None
         self._written: set[int] = set()
+        self._flushed = False
 
     @property
     def recording(self) -> bool:
@@ -202,11 +203,14 @@ class Saving:
             self._written.add(index)
 
     def flush(self) -> None:
-        """Complete the file with the rows recorded so far."""
+        """Complete the file with the rows recorded so far; without effect if it is complete."""
+        if self._writer is None and self._flushed:
+            return
         if self._writer is None:
             raise TrainingStateError("flush_save() completes a save_as(..., mode='training'), but none was begun")
         writer, self._writer = self._writer, None
         writer.commit()
+        self._flushed = True
 
     def refuse_change(self, change: str) -> None:
         """Raise `TrainingStateError` if rows are being recorded, because their indices would change."""

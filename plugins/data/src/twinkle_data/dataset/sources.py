@@ -156,7 +156,7 @@ def hub_reference(meta: DatasetMeta) -> str | None:
     if scheme_of(name):
         return name
     path = Path(name).expanduser()
-    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name)
+    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name, bare=True)
 
 
 def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> Table:
@@ -278,7 +278,10 @@ def absent(asked: str, path: Path) -> str:
 
 def _without_streaming(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     if options.get("streaming"):
-        raise Unsupported(f"{what} holds rows with a length and does not stream; use IterableDataset")
+        raise Unsupported(
+            f"{what} holds rows with a length and does not stream; use IterableDataset, or Dataset(dataset_meta, "
+            "streaming=True)"
+        )
     return {name: value for name, value in options.items() if name != "streaming"}
 
 

@@ -48,7 +48,7 @@ class MapStage:
 
     function: Callable[..., Any]
     name: str
-    drop: frozenset[str] | None = None
+    drop: frozenset[str] = frozenset()
     batch_size: int = 1000
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,6 +98,18 @@ class EncodeStage:
 
 
 @dataclass(frozen=True)
+class EncodeMissing:
+    """Encodes the rows that have no `input_ids`."""
+
+    stage: EncodeStage
+    name: str = "encode"
+
+    def __call__(self, chunk: Chunk) -> Chunk:
+        """Return the chunk with all rows encoded."""
+        return self.stage(chunk) if any("input_ids" not in row for row in chunk.rows) else chunk
+
+
+@dataclass(frozen=True)
 class CheckStage:
     """Drops the rows that a template cannot encode, in batches of `batch_size` rows."""
 
@@ -140,7 +152,7 @@ class ImageStage:
         return {**row, self.column: image}
 
 
-Stage = MapStage | FilterStage | EncodeStage | CheckStage | ImageStage
+Stage = MapStage | FilterStage | EncodeStage | EncodeMissing | CheckStage | ImageStage
 
 
 def run_stages(stages: Iterable[Stage], chunk: Chunk) -> Chunk:
@@ -158,13 +170,11 @@ def map_stage(x: Any, init_args: Mapping[str, Any] | None, kwargs: Mapping[str, 
         ComponentTypeError: `x` is no preprocessor.
     """
     call = called_with(x, "preprocessor", init_args, _read_when_asked("map", kwargs), MAP_OPTIONS)
-    drop = call.options.get("remove_columns")
+    drop = call.options.get("remove_columns") or ()
     drop = [drop] if isinstance(drop, str) else drop
     size = _batch_size(call, "map")
     fn_kwargs = call.options.get("fn_kwargs") or {}
-    return MapStage(
-        call.component, f"map({call.name})", None if drop is None else frozenset(drop), size, dict(fn_kwargs)
-    )
+    return MapStage(call.component, f"map({call.name})", frozenset(drop), size, dict(fn_kwargs))
 
 
 def filter_stage(x: Any, init_args: Mapping[str, Any] | None, kwargs: Mapping[str, Any]) -> FilterStage:

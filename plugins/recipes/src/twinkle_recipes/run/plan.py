@@ -154,7 +154,7 @@ def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
     for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
         is_path = scheme_of(place) is None and Path(place).expanduser().exists()
-        scheme = None if is_path else scheme_of(reference_of(place) or "")
+        scheme = None if is_path else scheme_of(reference_of(place, bare=True) or "")
         if scheme is not None:
             yield "hub", scheme
 

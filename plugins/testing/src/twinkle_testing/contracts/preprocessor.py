@@ -71,7 +71,7 @@ def messages(case: PreprocessorCase) -> None:
 
 
 def user_data(case: PreprocessorCase) -> None:
-    """`user_data`, if present, is a list of (key, JSON text) pairs in each row."""
+    """`user_data`, if present, is a list of (key, text) pairs, or of dicts of plain JSON values, in each row."""
     found = call(case.build(), case.rows)
     if "user_data" not in found:
         raise NotApplicable("it makes no user_data")
@@ -79,8 +79,9 @@ def user_data(case: PreprocessorCase) -> None:
         for pair in pairs:
             fine = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
             require(
-                fine and _is_json(pair[1]),
-                f"user_data of row {row} holds {shown(pair)}; use twinkle.data_format.pack_value",
+                fine or (isinstance(pair, Mapping) and _is_plain(pair)),
+                f"user_data of row {row} holds {shown(pair)}; use (key, text), with twinkle.data_format.pack_value for "
+                "values that are not text",
             )
 
 
@@ -140,9 +141,9 @@ def _check_message(turn: Any, where: str) -> None:
     require(said, f"{where} has a message without content: {shown(turn)}")
 
 
-def _is_json(text: str) -> bool:
+def _is_plain(value: Any) -> bool:
     try:
-        json.loads(text)
-    except ValueError:
+        json.dumps(value)
+    except (TypeError, ValueError):
         return False
     return True

@@ -63,7 +63,7 @@ def calls_found(case: ToolParserCase) -> None:
 
 
 def form(case: ToolParserCase) -> None:
-    """A call has a distinct id, the type "function", a name, and arguments as JSON text of an object."""
+    """A call has a distinct id, the type "function", a name, and arguments as a dict or as JSON text of an object."""
     parser = case.build()
     for text in case.texts():
         found = parser.parse(f"{text}\n{text}")
@@ -73,7 +73,9 @@ def form(case: ToolParserCase) -> None:
         for call in found:
             require(call.get("type") == "function", f"the type is {call.get('type')!r}; it is 'function'")
             arguments = call["function"]["arguments"]
-            require(isinstance(arguments, str), f"the arguments are {shown(arguments)}; they must be JSON text")
+            require(
+                isinstance(_as_pair(call)[1], dict), f"the arguments are {shown(arguments)}; they must be an object"
+            )
 
 
 def cleaned(case: ToolParserCase) -> None:
