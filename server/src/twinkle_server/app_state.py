@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 
 from twinkle_server.checkpoints.links import Links
+from twinkle_server.engine.native.templates import Templates
 from twinkle_server.errors import NotFound, Unavailable
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
@@ -107,6 +108,7 @@ class AppState:
         links: creates signed links; None if downloads are disabled.
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
+        templates: encode conversations for sampling.
     """
 
     service: Service
@@ -115,6 +117,10 @@ class AppState:
     links: Links | None = None
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
+    templates: Templates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.templates = Templates(self.settings.model, self.settings.in_process_losses)
 
     async def model(self, caller: Caller, model: str) -> Model:
         """Return a model of the caller, possibly from the cache.

@@ -228,10 +228,10 @@ class LoraPool:
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         works: list[WorkItem | OperationError] = []
         earlier: Counter[AdapterRef] = Counter()
-        results = Results(operations, self.finish, self.ended)
+        results = Results(operations, self._finish_and_note, self.ended)
         for index, operation in enumerate(operations):
             try:
-                work = self.prepare(index, operation)
+                work = self.prepare(index, operation, evaluates=self._measured(operation))
                 if work.training and work.tenant is not None and operation.number is None:
                     work.number += earlier[work.tenant.ref]
                     earlier[work.tenant.ref] += 1
@@ -241,6 +241,33 @@ class LoraPool:
         results.add(works)
         self.execute([work for work in works if isinstance(work, WorkItem)], results.advance)
         return results.all()
+
+    def _finish_and_note(self, work: WorkItem) -> OperationResult | OperationError:
+        """Return the result of an operation, whose forward becomes the last one of the adapter that it measures."""
+        result = self.finish(work)
+        if isinstance(result, OperationResult):
+            self._note_last(self._measured(work.operation), work)
+        return result
+
+    def _measured(self, operation: Operation) -> Tenant | None:
+        """Return the adapter whose metrics see an operation."""
+        if operation.metrics_of is None:
+            return None
+        tenant = self.tenants[operation.metrics_of]
+        if operation.adapter is not None and self.tenants[operation.adapter] is not tenant:
+            raise ArgumentError("metrics_of must be the adapter of the operation, or the operation the base model's")
+        return tenant
+
+    def _note_last(self, tenant: Tenant | None, work: WorkItem) -> None:
+        """Make a forward the adapter's last one, which `calculate_loss` scores."""
+        if tenant is None:
+            return
+        tenant.group.training = work.training
+        if work.training:
+            tenant.group.train_status.passes = []
+        else:
+            passes = [part.item for part in work.parts if part.item is not None]
+            tenant.group.eval_status.passes = passes
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         """Update several adapters together; see `Engine.step`."""
@@ -266,7 +293,7 @@ class LoraPool:
             if isinstance(norm, Exception):
                 for group, before in zip(tenant.group.optimizer.param_groups, options[index], strict=True):
                     group.update(before)
-                results[index] = OperationError(norm, tenant.name, index)
+                results[index] = OperationError(_step_error(norm), tenant.name, index)
             else:
                 results[index] = StepResult(norm, tenant.group.updates > updates[index])
         return [result for result in results if result is not None]
@@ -553,6 +580,17 @@ def _nothing() -> None:
 
 def _has_loss(part: MicroBatch) -> bool:
     return part.work.error is None and part.work.loss is not None and part.item is not None
+
+
+def _step_error(error: Exception) -> Exception:
+    """Return the error of a step for the contract; metrics and schedulers may raise anything."""
+    if isinstance(error, TwinkleError):
+        return error
+    failed = TrainingStateError(
+        f"the step was made, and then a metric or the scheduler failed: {type(error).__name__}: {error}"
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def _options_of(tenant: Tenant) -> list[dict[str, Any]]:
