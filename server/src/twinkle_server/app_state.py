@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 
 from twinkle_server.checkpoints.links import Links
+from twinkle_server.data.resources import DataResources
 from twinkle_server.errors import NotFound, Unavailable
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
@@ -107,6 +108,7 @@ class AppState:
         links: creates signed links; None if downloads are disabled.
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
+        data: data resources; None if the service does not offer any.
     """
 
     service: Service
@@ -115,6 +117,7 @@ class AppState:
     links: Links | None = None
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
+    data: DataResources | None = None
 
     async def model(self, caller: Caller, model: str) -> Model:
         """Return a model of the caller, possibly from the cache.

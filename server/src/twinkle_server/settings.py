@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from twinkle_server.data.limits import DataLimits
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -125,6 +127,7 @@ class Settings:
         accept_base: serve the model although the adapters in the directory were trained on another one.
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.
+        datasets: data resources, see `DataLimits`.
         extra: additional options of the engine.
     """
 
@@ -149,6 +152,7 @@ class Settings:
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
+    datasets: DataLimits = field(default_factory=DataLimits)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -171,5 +175,6 @@ class Settings:
             in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
+            datasets=DataLimits(**{**(datasets := fields.pop("datasets")), "hubs": tuple(datasets["hubs"])}),
             **fields,
         )
