@@ -4,12 +4,14 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
+from fastapi import FastAPI
 
 from twinkle_client.data import Client
 from twinkle_client.http import Connection
@@ -22,6 +24,8 @@ from twinkle_server.requests import add_routes
 from twinkle_server.settings import Settings
 from twinkle_server.store import open_store
 from twinkle_server.tenancy.auth import Authentication, Caller
+
+T = TypeVar("T")
 
 
 class AnyKey:
@@ -53,6 +57,11 @@ class DataService:
     url: str
     state: AppState
     loop: asyncio.AbstractEventLoop
+    application: FastAPI
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop of the service."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def tenant(self, name: str) -> Client:
         """Return a new client of a tenant, with a session."""
@@ -84,7 +93,7 @@ def data_service(folder: Path, model: Path, limits: DataLimits, name: str = "org
     while not server.started and time.monotonic() < ends:
         time.sleep(0.01)
     try:
-        yield DataService(f"http://127.0.0.1:{sock.getsockname()[1]}", state, loop)
+        yield DataService(f"http://127.0.0.1:{sock.getsockname()[1]}", state, loop, application)
     finally:
         loop.call_soon_threadsafe(state.data.close)
         server.should_exit = True

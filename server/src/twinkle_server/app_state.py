@@ -10,6 +10,7 @@ from fastapi import Request
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.data.resources import DataResources
 from twinkle_server.errors import NotFound, Unavailable
+from twinkle_server.hub_uploads.uploads import HubUploads
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.checkpoints import Checkpoints
@@ -109,6 +110,7 @@ class AppState:
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
         data: data resources; None if the service does not offer any.
+        uploads: uploads to hubs; None if the service does not offer them.
     """
 
     service: Service
@@ -118,6 +120,7 @@ class AppState:
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
     data: DataResources | None = None
+    uploads: HubUploads | None = None
 
     async def model(self, caller: Caller, model: str) -> Model:
         """Return a model of the caller, possibly from the cache.

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from twinkle_server.data.limits import DataLimits
+from twinkle_server.hub_uploads.limits import UploadLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Settings:
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.
         datasets: data resources, see `DataLimits`.
+        uploads: uploads to hubs, see `UploadLimits`.
         extra: additional options of the engine.
     """
 
@@ -153,6 +155,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
     datasets: DataLimits = field(default_factory=DataLimits)
+    uploads: UploadLimits = field(default_factory=UploadLimits)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -175,6 +178,12 @@ class Settings:
             in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
-            datasets=DataLimits(**{**(datasets := fields.pop("datasets")), "hubs": tuple(datasets["hubs"])}),
+            datasets=DataLimits(**_with_tuple(fields.pop("datasets"), "hubs")),
+            uploads=UploadLimits(**_with_tuple(fields.pop("uploads"), "hubs")),
             **fields,
         )
+
+
+def _with_tuple(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return fields of JSON in which one list is a tuple again."""
+    return {**fields, name: tuple(fields[name])}
