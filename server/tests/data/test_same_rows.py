@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from server_data import DataService
 
+import twinkle
 import twinkle.dataloader
 import twinkle.dataset
 from twinkle.dataset import DatasetMeta
@@ -87,3 +88,17 @@ def test_a_processor_collates_to_the_same_numbers(service: DataService, model: P
             loader.set_processor(processor)
             [collated] = loader
             np.testing.assert_array_equal(collated["input_ids"], expected["input_ids"].numpy())
+
+
+def test_the_same_script_gives_the_same_rows_over_http(service: DataService, model: Path) -> None:
+    def script(model_id: str) -> list[Any]:
+        dataset = prepared(twinkle.dataset.Dataset(DatasetMeta(**META)), model_id, pack=False)
+        return list(twinkle.dataloader.DataLoader(dataset, batch_size=8, shuffle=True))
+
+    expected = script(str(model))
+    twinkle.initialize(mode="http", client=service.tenant("a"))
+    try:
+        assert script("org/tiny") == expected
+        assert isinstance(twinkle.dataset.Dataset(DatasetMeta(**META)), Dataset)
+    finally:
+        twinkle.initialize("local")

@@ -14,6 +14,7 @@ import twinkle.errors
 from twinkle.errors import ArgumentError, ComponentTypeError
 from twinkle_client import wire
 from twinkle_client.calls import Call
+from twinkle_client.current import current_client
 from twinkle_client.errors import ConnectionFailed, Gone, Overloaded, TwinkleClientError
 from twinkle_client.rows import meta_fields, with_bytes, without_bytes
 
@@ -66,7 +67,7 @@ class DataResource:
         if kwargs.get("remote_group") is not None or kwargs.get("instance_id") is not None:
             raise ArgumentError("remote_group= and instance_id= place components of Ray; a service places its own")
         self._name, self._parent = name, parent
-        self._client: Client = client or (parent._client if parent is not None else _default_client())
+        self._client: Client = client or (parent._client if parent is not None else current_client())
         self._args = [sendable(value) for value in args]
         self._kwargs = _keywords(
             {key: value for key, value in kwargs.items() if key not in ("remote_group", "instance_id")}
@@ -317,12 +318,6 @@ def _local_error(error: TwinkleClientError) -> Exception:
     """Return the error that a local component would have raised."""
     kind = getattr(twinkle.errors, error.kind or "", None)
     return kind(str(error)) if isinstance(kind, type) and issubclass(kind, Exception) else error
-
-
-def _default_client() -> Client:
-    from twinkle_client.client import current_client
-
-    return current_client()
 
 
 def dataset_of(given: Any) -> DataResource:
