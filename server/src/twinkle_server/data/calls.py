@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import os
 import re
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import datasets
@@ -285,8 +287,10 @@ def _cause(error: BaseException, kind: type[NotConfined]) -> NotConfined | None:
 
 
 def _hub_folders() -> list[str]:
-    from huggingface_hub.constants import HF_HOME
-
+    """Return the folders that client libraries of hubs write: their caches, and that of temporary files."""
     from twinkle.paths import cache_dir
 
-    return [HF_HOME, str(cache_dir()), tempfile.gettempdir()]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    usual = {"HF_HOME": caches / "huggingface", "MODELSCOPE_CACHE": caches / "modelscope"}
+    own = [os.environ.get(name) or str(folder) for name, folder in usual.items()]
+    return [*own, str(cache_dir()), tempfile.gettempdir()]
