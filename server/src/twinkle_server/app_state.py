@@ -9,6 +9,7 @@ from fastapi import Request
 
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.data.resources import DataResources
+from twinkle_server.engine.native.templates import Templates
 from twinkle_server.errors import NotFound, Unavailable
 from twinkle_server.hub_uploads.uploads import HubUploads
 from twinkle_server.ports import Database, Service
@@ -111,6 +112,7 @@ class AppState:
         samplers: cache of sampling sessions.
         data: data resources; None if the service does not offer any.
         uploads: uploads to hubs; None if the service does not offer them.
+        templates: encode conversations for sampling.
     """
 
     service: Service
@@ -121,6 +123,10 @@ class AppState:
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
     data: DataResources | None = None
     uploads: HubUploads | None = None
+    templates: Templates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.templates = Templates(self.settings.model, self.settings.in_process_losses)
 
     async def model(self, caller: Caller, model: str) -> Model:
         """Return a model of the caller, possibly from the cache.

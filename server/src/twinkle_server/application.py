@@ -20,6 +20,7 @@ from twinkle_server.hub_uploads import routes as upload_routes
 from twinkle_server.hub_uploads.serving import hub_uploads
 from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
+from twinkle_server.native import routes as native
 from twinkle_server.requests import add_routes, json_response
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
@@ -105,7 +106,7 @@ def create_application(
         telemetry={"tracing": False, "metrics": False, "logs": False},  # the service has its own
     )
     application.state.state = AppState(service, store, settings, links)
-    add_routes(application.router, router or tinker_routes())
+    add_routes(application.router, router or all_routes())
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)
     application.add_exception_handler(StarletteHTTPException, _http_error)
@@ -172,6 +173,13 @@ def tinker_routes() -> APIRouter:
     router = APIRouter()
     for module in MODULES:
         add_routes(router, module.router, PREFIX)
+    return router
+
+
+def all_routes() -> APIRouter:
+    """Return the endpoints of all protocols."""
+    router = tinker_routes()
+    add_routes(router, native.native_routes())
     return router
 
 

@@ -44,7 +44,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """`tinker://<run>/<kind>/<name>`.
+    """`tinker://<run>/<kind>/<name>`, or `twinkle://...`, which names the same checkpoint.
 
     Attributes:
         run: id of the model that was saved.
@@ -59,6 +59,11 @@ class CheckpointPath:
     def __str__(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
+    @property
+    def twinkle(self) -> str:
+        """The path with the scheme of the native protocol."""
+        return f"twinkle://{self.run}/{self.kind}/{self.name}"
+
     @classmethod
     def parse(cls, text: str) -> "CheckpointPath":
         """Parse a path.
@@ -66,7 +71,8 @@ class CheckpointPath:
         Raises:
             BadRequest: it is invalid.
         """
-        run, kind, name, *rest = [*text.removeprefix("tinker://").split("/"), "", "", ""]
-        if not text.startswith("tinker://") or any(rest) or not run or kind not in KINDS:
+        scheme, _, rest_of_path = text.partition("://")
+        run, kind, name, *rest = [*rest_of_path.split("/"), "", "", ""]
+        if scheme not in ("tinker", "twinkle") or any(rest) or not run or kind not in KINDS:
             raise BadRequest(f"a checkpoint path must be tinker://<run>/<{'|'.join(KINDS)}>/<name>, got {text[:300]!r}")
         return cls(run, kind, check_name(name))

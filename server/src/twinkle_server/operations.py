@@ -26,13 +26,27 @@ Kind = Literal[
     "load",  # a checkpoint into an existing model
     "unload",
     "sample",
+    "native_pass",  # native calls: their payloads are those of `engine.native.calls`
+    "native_step",
+    "native",
 ]
-PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward"})
+PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward", "native_pass"})
 """Kinds that share passes through the model; every other kind is a barrier of its queue."""
+STEPS: frozenset[Kind] = frozenset({"optim_step", "native_step"})
+"""Kinds that share optimizer steps."""
+NATIVE: frozenset[Kind] = frozenset({"native_pass", "native_step", "native"})
+"""Kinds whose results are frames of the native protocol."""
 Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 LOST = b"lost"
 """`Submission.original` of a number that was given up: a later request with this number gets that failure."""
+
+
+def turn_name(kind: str) -> str:
+    """Return the name of a turn of the engine in figures; kinds that run together have the same."""
+    if kind in PASSES:
+        return "pass"
+    return "optim_step" if kind in STEPS else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +57,9 @@ class Submission:
         tenant: its owner.
         queue_id: the model or sampling session.
         kind: of the operation.
-        payload: parameters as bytes that never change: a `ForwardBackwardRequest` of `wire` for passes, JSON for other
-            kinds (see below). Its hash distinguishes a retry from another request with the same number.
+        payload: parameters as bytes that never change: a `ForwardBackwardRequest` of `wire` for passes, a frame for
+            native calls, JSON for other kinds (see below). Its hash distinguishes a retry from another request with the
+            same number.
         number: sequence number in the queue; None takes the next one (legacy unload only).
         tokens: cost in tokens of the model.
         refusal: why it fails without running; its number is used up.
@@ -225,7 +240,7 @@ class _Payload:
 
 @dataclass(slots=True)
 class Create(_Payload):
-    """A new adapter; scale is 32 / rank.
+    """A new adapter.
 
     Attributes:
         rank: of all its matrices.
@@ -236,6 +251,11 @@ class Create(_Payload):
         source: folder of the initial checkpoint, relative to the data folder; None for fresh weights.
         optimizer: whether to load the optimizer state, too.
         path: `tinker://` path of that checkpoint.
+        alpha: the low-rank term is scaled by `alpha / rank`.
+        dropout: probability, applied to the input of the low-rank term.
+        targets: layers to adapt instead of those of the switches; see `twinkle.engine.AdapterSpec`.
+        native: whether the model starts with the components of a local model.
+        accumulation: number of backward calls for each step of a native model.
     """
 
     rank: int
@@ -246,6 +266,11 @@ class Create(_Payload):
     source: str | None = None
     optimizer: bool = False
     path: str | None = None
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: list[str] | None = None
+    native: bool = False
+    accumulation: int = 1
 
 
 @dataclass(slots=True)
@@ -274,6 +299,9 @@ class Save(_Payload):
         sampler: id of the sampling session to create.
         inflight: whether this session follows all later inflight saves of the model.
         recipients: age recipients for whom every file is encrypted; None disables encryption.
+        native: whether a checkpoint for training also holds the components, and the weights in PEFT's format.
+        optimizer: whether a native checkpoint for training holds the optimizer.
+        consumed: number of samples that a native client has consumed.
     """
 
     folder: str
@@ -285,6 +313,9 @@ class Save(_Payload):
     sampler: str | None = None
     inflight: bool = False
     recipients: list[str] | None = None
+    native: bool = False
+    optimizer: bool = True
+    consumed: int = 0
 
 
 @dataclass(slots=True)
@@ -294,12 +325,14 @@ class Load(_Payload):
     Attributes:
         source: its folder, relative to the data folder.
         path: its `tinker://` path.
-        optimizer: whether to load the optimizer state; otherwise it is reset.
+        optimizer: whether to load the optimizer state; otherwise it is reset, except that of a native model.
+        native: whether the model keeps its optimizer where only weights are loaded, and the result has its counters.
     """
 
     source: str
     path: str
     optimizer: bool = False
+    native: bool = False
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def parse(data: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
-        raise Unprocessable(_message(error)) from error
+        raise Unprocessable(validation_message(error)) from error
 
 
 def body_schema(kind: type[Body]) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
     return {key: _inlined(item, parts) for key, item in schema.items()}
 
 
-def _message(error: ValidationError) -> str:
+def validation_message(error: ValidationError) -> str:
+    """Return the message for a client: each invalid field, and why."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     lines = [f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg']}" for item in errors[:8]]
     more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
@@ -157,6 +158,13 @@ class Payload(Protocol):
         """Return the bytes for the log."""
 
 
+class Content(Protocol):
+    """A body whose content identifies a retry: a pydantic model."""
+
+    def model_dump_json(self) -> str:
+        """Return the content."""
+
+
 async def owned_model(state: AppState, caller: Caller, model_id: str) -> Model:
     """Return the caller's model if it accepts operations.
 
@@ -204,7 +212,7 @@ async def submit(
     queue_id: str,
     number: int,
     kind: Kind,
-    body: Body,
+    body: Content,
     payload: Callable[[], Awaitable[Payload]],
     in_transaction: Callable[[Any], None] | None = None,
 ) -> Accepted:

@@ -47,6 +47,16 @@ class TrainMetric(Metric):
         self.reset()
         return values
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers, with times as seconds before now: clocks of other processes have other origins."""
+        now = time.perf_counter()
+        return {**super().state_dict(), "_born": now - self._born, "_seen_at": now - self._seen_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the numbers of `state_dict`; the time between the two calls is not counted."""
+        now = time.perf_counter()
+        super().load_state_dict({**state, "_born": now - state["_born"], "_seen_at": now - state["_seen_at"]})
+
     def reset(self) -> None:
         """Clear the learning rate; time and step count continue."""
         self._rates = []

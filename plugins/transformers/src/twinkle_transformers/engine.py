@@ -1,6 +1,7 @@
 """`TransformersEngine`: many LoRA adapters on one Hugging Face model, in fused passes and one batch of samples."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from twinkle.engine import (
     Operation,
     OperationError,
     OperationResult,
+    Progress,
     SampledTokens,
     Step,
     StepResult,
@@ -33,6 +35,7 @@ from twinkle_transformers.backbone import context_of
 from twinkle_transformers.group import PRECISION
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.memory import is_out_of_memory
+from twinkle_transformers.optimizers import try_optimizer
 from twinkle_transformers.pool import snapshots
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
 from twinkle_transformers.sampler import TorchSampler
@@ -99,7 +102,7 @@ class TransformersEngine(Engine):
         module = self._model.model
         folder = Path(self._model.model_path)
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
-        features: set[Feature] = {"composition", "interrupt", "page", "prompt_scores"}
+        features: set[Feature] = {"composition", "interrupt", "model", "page", "prompt_scores"}
         if has_tokenizer:
             features.add("stop_strings")
         if any(site.head for site in self._pool.sites.values()):
@@ -126,10 +129,7 @@ class TransformersEngine(Engine):
         """Create an adapter; see `Engine.add`."""
         if isinstance(spec.rank, bool) or not isinstance(spec.rank, int) or spec.rank < 1:
             raise ArgumentError(f"rank must be an integer of at least 1, got {spec.rank!r}")
-        config = {
-            "r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, "train_attn": spec.train_attn,
-            "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed,
-        }  # fmt: skip
+        config = {"r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, **_targets_of(spec)}
         with _engine_errors():
             self._model.add_adapter_to_model(name, config, seed=spec.seed)
             ref = self._pool.ref(name)
@@ -202,6 +202,18 @@ class TransformersEngine(Engine):
             if isinstance(result, OperationError):
                 _check_device(result.error)
         return results
+
+    # Adapters as a model
+
+    def as_model(self) -> Any:
+        """Return the model, whose methods raise the errors of the contract; see `Engine.as_model`."""
+        return _CheckedModel(self._model)
+
+    def progress(self, adapter: AdapterRef) -> Progress:
+        """Return how far the training of an adapter is."""
+        group = self._pool.tenants.find(adapter).group
+        rates = () if group.optimizer is None else tuple(group.learning_rates())
+        return Progress(group.cur_step, group.updates, group.pending, group.gradient_accumulation_steps, rates)
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """Set the function that is called between passes; see `Engine.interrupt`."""
@@ -320,6 +332,46 @@ class TransformersEngine(Engine):
     def _name(self, adapter: AdapterRef) -> str:
         """Return an adapter's name, after checking that the reference is still valid."""
         return self._pool.tenants.find(adapter).name
+
+
+def _targets_of(spec: AdapterSpec) -> dict[str, Any]:
+    """Return the fields of a configuration that select layers."""
+    if spec.targets is None:
+        return {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed}
+    if spec.targets == ("all-linear",):
+        return {"target_modules": "all-linear"}
+    return {"target_modules": list(spec.targets) or None}
+
+
+class _CheckedModel:
+    """`MultiLoraTransformersModel` with the errors of the contract, where optimizers are tried before they are set.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: MultiLoraTransformersModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._model, name)
+
+        @functools.wraps(method)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            with _engine_errors():
+                return method(*args, **kwargs)
+
+        return checked
+
+    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set an adapter's optimizer.
+
+        Raises:
+            ArgumentError: it cannot make a step; in a step of many adapters, its error would end the process.
+        """
+        with _engine_errors():
+            try_optimizer(optimizer_cls, self._model.device, kwargs)
+            self._model.set_optimizer(optimizer_cls, adapter_name=adapter_name, **kwargs)
 
 
 def default_pass_tokens(kind: str, parameters: float, limit: int) -> int:

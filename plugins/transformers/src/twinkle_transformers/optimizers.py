@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from twinkle import registry
-from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
+from twinkle.errors import ArgumentError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_registry import check_keywords, nearest
 
@@ -234,6 +234,30 @@ def exchanged(params: Any, successors: Mapping[int, nn.Parameter]) -> Any:
         return params
     items = (exchanged(item, successors) for item in params)
     return tuple(items) if isinstance(params, tuple) else list(items)
+
+
+def try_optimizer(optimizer: Any, device: torch.device, kwargs: Mapping[str, Any]) -> None:
+    """Make one step of an optimizer on a small matrix.
+
+    Args:
+        optimizer: any form of component argument that is not an instance.
+        device: where the matrix is.
+        kwargs: arguments of `build_optimizer`, without parameters.
+
+    Raises:
+        ArgumentError: the optimizer refuses its arguments, or cannot make a step from gradients alone.
+    """
+    resolved = registry().resolve(optimizer, "optimizer")
+    matrix = nn.Parameter(torch.ones(2, 2, device=device))
+    matrix.grad = torch.ones_like(matrix)
+    options = {name: value for name, value in kwargs.items() if name != "params"}
+    try:
+        build_optimizer(resolved, [("base_model.model.layer.lora_A.weight", matrix)], **options).step()
+    except TwinkleError:
+        raise
+    except Exception as error:  # of any optimizer
+        name = _name_of(resolved)
+        raise ArgumentError(f"set_optimizer: {name} cannot make a step with these options: {error}") from error
 
 
 def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **kwargs: Any) -> Any:

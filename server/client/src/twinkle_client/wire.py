@@ -93,6 +93,15 @@ def unpack(frame: Bytes, *, lists: bool = True) -> Any:
     return _fill(head["value"], arrays, lists)
 
 
+def head_of(frame: Bytes) -> bytes:
+    """Return the JSON of a frame, without checking it; all bytes of what is not a frame."""
+    view = memoryview(frame).cast("B")
+    if len(view) < _HEAD.size:
+        return bytes(view)
+    magic, length = _HEAD.unpack_from(view)
+    return bytes(view[_HEAD.size : _HEAD.size + length]) if magic == MAGIC else bytes(view)
+
+
 class _Packing:
     """Replaces tensors by placeholders, and collects them."""
 

@@ -55,6 +55,7 @@ def make_executor(settings: Settings) -> Executor:
     return Executor(
         engine, settings.served_name, losses,
         custom_losses=settings.custom_losses, custom_seconds=settings.limits.graph_seconds,
+        in_process=settings.in_process_losses,
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ The models of tenants are adapters of the engine: created, saved, loaded, restor
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,15 @@ from twinkle.engine import (
     OperationResult,
     SavedAdapter,
     Step,
+    StepResult,
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.exports import WithExport
 from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
+from twinkle_server.engine.native.models import Finish, NativeModels
+from twinkle_server.engine.native.state import read_spec
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
@@ -34,6 +38,7 @@ from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
+_KIND = (*_SHAPE, "targets", "alpha", "dropout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,20 @@ class Model:
 
 
 class Models:
-    """The models that are in memory, by id.
+    """The models that are in memory, by id; their native calls are `native`.
 
     Args:
         engine: holds their adapters.
-        base: name of the base model in PEFT files.
+        info: of the base model.
+        losses: the losses that requests may name.
+        in_process: distributions beside Twinkle's whose components may run in this process.
     """
 
-    def __init__(self, engine: Engine, base: str) -> None:
-        self._engine, self._base = engine, base
+    def __init__(self, engine: Engine, info: ModelInfo, losses: Losses, in_process: Sequence[str] = ()) -> None:
+        self._engine, self._base = engine, info.name
         self._models: dict[str, Model] = {}
         self._count = 0
+        self.native = NativeModels(engine, self, losses, info, in_process)
 
     def __contains__(self, queue_id: str) -> bool:
         return queue_id in self._models
@@ -75,6 +83,10 @@ class Models:
             raise UserError(f"model {queue_id!r} does not exist; it was never created or it was unloaded")
         return self._models[queue_id]
 
+    def ref(self, queue_id: str) -> AdapterRef:
+        """Return the adapter of a model; see `__getitem__`."""
+        return self[queue_id].ref
+
     def create(self, queue_id: str, create: Create, source: Path | None) -> None:
         """Create a model with fresh weights, or with those of a checkpoint.
 
@@ -85,25 +97,51 @@ class Models:
         if isinstance(create.rank, bool) or not isinstance(create.rank, int) or create.rank < 1:
             raise UserError(f"rank must be an integer of at least 1, got {create.rank!r}")
         spec = AdapterSpec(
-            create.rank, create.seed, train_attn=create.train_attn, train_mlp=create.train_mlp,
-            train_unembed=create.train_unembed,
+            create.rank, create.seed, create.alpha, create.dropout, create.train_attn, create.train_mlp,
+            create.train_unembed, None if create.targets is None else tuple(create.targets),
         )  # fmt: skip
-        model = self._add(queue_id, spec)
-        if source is not None:
-            with self._removed_on_error(queue_id), _checkpoint_errors():
-                self._fill(model, source, create.optimizer)
-
-    def load(self, queue_id: str, load: Load, source: Path) -> None:
-        """Replace a model's weights by those of a checkpoint; a failure changes nothing."""
         with _checkpoint_errors():
-            self._fill(self[queue_id], source, load.optimizer)
+            saved = None if source is None else self._engine.read_spec(source) or read_spec(source)
+        if saved is not None:  # the row of a checkpoint has neither scale nor layers
+            spec = replace(spec, alpha=saved.alpha, dropout=saved.dropout, targets=saved.targets)
+        model = self._add(queue_id, spec)
+        with self._removed_on_error(queue_id):
+            if create.native:
+                self.native.create(queue_id, create.accumulation)
+            if source is not None:
+                with _checkpoint_errors():
+                    self._fill(model, source, create.optimizer)
+
+    def load(self, queue_id: str, load: Load, source: Path) -> Mapping[str, Any]:
+        """Replace a model's weights by those of a checkpoint; a failure changes nothing.
+
+        Returns:
+            the counters of a native model.
+        """
+        model = self[queue_id]
+        with _checkpoint_errors():
+            if not load.native:
+                self._fill(model, source, load.optimizer)
+                return {}
+            if load.optimizer:
+                self._fill(model, source, optimizer=True)
+            else:
+                self._engine.load(model.ref, source)
+            self.native.adopt(queue_id, source)
+        return self.native.progress(queue_id)
 
     def save(self, queue_id: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
         """Copy a model for a checkpoint; return the copy and the columns of the checkpoint's row."""
         model = self[queue_id]
-        if save.kind == "weights":  # training that starts from it has no pending gradients
+        copied: SavedAdapter
+        if save.kind == "weights" and save.native:
+            copies = [self._engine.export(model.ref, self._base)]
+            if save.optimizer:
+                copies.append(self._engine.snapshot(model.ref, gradient=False))
+            copied = self.native.checkpoint(queue_id, model.spec, save.consumed, *copies)
+        elif save.kind == "weights":  # training that starts from it has no pending gradients
             state = self._engine.snapshot(model.ref, gradient=False)
-            copied: SavedAdapter = WithExport(state, self._engine.export(model.ref, self._base))
+            copied = WithExport(state, self._engine.export(model.ref, self._base))
         elif save.kind in ("sampler_weights", "external_weights"):
             copied = self._engine.export(model.ref, self._base)
         else:
@@ -112,7 +150,8 @@ class Models:
 
     def snapshot(self, queue_id: str) -> SavedAdapter:
         """Copy the complete state of a model, pending gradients included."""
-        return self._engine.snapshot(self[queue_id].ref)
+        model = self[queue_id]
+        return self.native.snapshot(queue_id, model.spec, self._engine.snapshot(model.ref))
 
     def restore(self, queue_id: str, folder: Path) -> None:
         """Create a model from a snapshot, replacing the model with this id."""
@@ -123,11 +162,16 @@ class Models:
             self.remove(queue_id)
             model = self._add(queue_id, spec)
             with self._removed_on_error(queue_id):
+                state = self.native.prepare(queue_id, folder)
                 self._engine.restore(model.ref, folder)
+                if state is not None:
+                    self.native.resume(queue_id, state, lambda: self._engine.restore(model.ref, folder))
 
     def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if no model has this id."""
-        if (model := self._models.pop(queue_id, None)) is not None:
+        if (model := self._models.get(queue_id)) is not None:
+            self.native.forget(queue_id)
+            del self._models[queue_id]
             self._engine.remove(model.ref)
 
     def _add(self, queue_id: str, spec: AdapterSpec) -> Model:
@@ -147,7 +191,7 @@ class Models:
             self._engine.load(model.ref, source)
             self._reset_optimizer(model)
             return
-        for name in _SHAPE:
+        for name in _KIND:
             own, saved = getattr(model.spec, name), getattr(spec, name)
             if own != saved:
                 raise UserError(f"{name} of the checkpoint must equal that of the model ({own}), got {saved}")
@@ -185,15 +229,18 @@ class Pass:
 
     Attributes:
         queue_id: id of the model.
-        payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added.
+        payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added. Of a
+            native pass, the call.
         number: number of the operation, a seed of dropout.
         composition: composition of an earlier run of the operation; see `twinkle.engine.Operation`.
+        native: whether it is a native call.
     """
 
     queue_id: str
     payload: bytes
     number: int
     composition: Composition | None = None
+    native: bool = False
 
 
 @dataclass(slots=True)
@@ -225,6 +272,7 @@ class Executor:
         losses: the losses that requests may name; the default is those of Twinkle and of the engine.
         custom_losses: whether clients may send loss graphs.
         custom_seconds: time limit of such a loss for one operation.
+        in_process: distributions beside Twinkle's whose components may run in this process.
     """
 
     def __init__(
@@ -235,6 +283,7 @@ class Executor:
         *,
         custom_losses: bool = False,
         custom_seconds: float = Limits().graph_seconds,
+        in_process: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         about = engine.describe()
@@ -250,7 +299,7 @@ class Executor:
             paths=about.paths,
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
-        self._models = Models(engine, name)
+        self._models = Models(engine, self._info, self._losses, in_process)
         self._samples = Samples(engine, self._info)
 
     def describe(self) -> ModelInfo:
@@ -270,25 +319,31 @@ class Executor:
     # Training
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
-        """Run passes of several models together; return the serialized `ForwardBackwardOutput` or the error of each."""
+        """Run passes of several models together.
+
+        Returns:
+            for each the serialized `ForwardBackwardOutput`, the frame of a native call, or the error.
+        """
         results: list[bytes | Exception] = [UserError("not done")] * len(passes)
-        operations: list[tuple[int, Operation, Rows]] = []
+        operations: list[tuple[int, Operation, Finish]] = []
+        trained: Counter[str] = Counter()
         for index, item in enumerate(passes):
             try:
-                operations.append((index, *self._read(item)))
+                operations.append((index, *self._read(item, trained)))
             except Exception as error:  # the constructor of a plugin's loss may raise anything
                 results[index] = public_error(error)
         cost = Cost()
         compositions: dict[int, Composition] = {}
         outcomes = self.engine.run([operation for _, operation, _ in operations]) if operations else []
-        for (index, _, rows), outcome in zip(operations, outcomes, strict=True):
-            results[index] = _output(outcome, rows)
+        for (index, operation, finish), outcome in zip(operations, outcomes, strict=True):
+            results[index] = finish(outcome)
             if isinstance(outcome, OperationResult):
                 cost.tokens += outcome.usage.tokens
                 cost.padded += outcome.usage.padded
                 cost.flops += outcome.usage.flops
-                if outcome.composition:
-                    compositions[index] = Composition(outcome.composition)
+                number = operation.number if passes[index].native else None
+                if outcome.composition or number is not None:
+                    compositions[index] = Composition(outcome.composition, number)
         cost.compositions = compositions
         return results, cost
 
@@ -296,8 +351,21 @@ class Executor:
         """Set the function to call between forward passes; it may sample."""
         self.engine.interrupt(between)
 
-    def _read(self, item: Pass) -> tuple[Operation, Rows]:
+    def _read(self, item: Pass, trained: Counter[str]) -> tuple[Operation, Finish]:
+        """Return the operation of a pass, and what makes its result.
+
+        Args:
+            item: the pass.
+            trained: number of native passes of each model so far in this run.
+        """
         model = self._models[item.queue_id]
+        if item.native:
+            number = None if item.composition is None else item.composition.number
+            if number is None:
+                number = self.engine.progress(model.ref).cur_step + trained[item.queue_id]
+            operation, finish = self._models.native.operation(item.queue_id, item.payload, number, item.composition)
+            trained[item.queue_id] += operation.kind == "forward_backward"
+            return operation, finish
         request = read_request(item.payload)
         context, vocabulary = self._info.context, self._info.vocabulary
         try:
@@ -326,29 +394,49 @@ class Executor:
             model.ref, kind, features, loss, rows.inputs, number=item.number, loss_options=options,
             composition=None if item.composition is None else item.composition.passes,
         )  # fmt: skip
-        return operation, rows
+        return operation, lambda outcome: _output(outcome, rows)
 
-    def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
-        """Update several models together; return the metrics or the error of each.
+    def step(self, steps: Sequence[tuple[str, OptimStep | bytes]]) -> list[bytes | Mapping[str, float] | Exception]:
+        """Update several models together.
 
-        A gradient that is not finite is dropped, the weights stay, and the metric `skipped` is 1.
+        Args:
+            steps: id of each model, and its step; that of a native call is its payload.
+
+        Returns:
+            the metrics of each, the frame of a native call, or the error. A gradient that is not finite is dropped, the
+            weights stay, and the metric `skipped` is 1.
         """
-        results: list[Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
-        ready: list[tuple[int, Step]] = []
+        results: list[bytes | Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
+        ready: list[tuple[int, Step, Callable[[Any], bytes | Mapping[str, float] | Exception]]] = []
         for index, (queue_id, step) in enumerate(steps):
             try:
-                ready.append((index, _step_of(self._models[queue_id].ref, step)))
+                read = self._read_step(queue_id, step)
             except UserError as error:
                 results[index] = error
-        outcomes = self.engine.step([step for _, step in ready]) if ready else []
-        for (index, _), outcome in zip(ready, outcomes, strict=True):
-            if isinstance(outcome, OperationError) and isinstance(outcome.error, NonFiniteError):
-                results[index] = {"skipped": 1.0}  # not a failure: it has an effect, and failures are not replayed
-            elif isinstance(outcome, OperationError):
-                results[index] = public_error(outcome.error)
             else:
-                results[index] = {"grad_norm": float(outcome.grad_norm)}
+                if isinstance(read, bytes):
+                    results[index] = read
+                else:
+                    ready.append((index, *read))
+        outcomes = self.engine.step([step for _, step, _ in ready]) if ready else []
+        for (index, _, finish), outcome in zip(ready, outcomes, strict=True):
+            results[index] = finish(outcome)
         return results
+
+    def _read_step(
+        self, queue_id: str, step: OptimStep | bytes
+    ) -> tuple[Step, Callable[[Any], bytes | Mapping[str, float] | Exception]] | bytes:
+        """Return a step and what makes its result, or the result of a native call that steps nothing."""
+        if isinstance(step, bytes):
+            with public_errors():
+                return self._models.native.step(queue_id, step)
+        self._models.native.refuse_other_steps(queue_id)
+        return _step_of(self._models[queue_id].ref, step), _step_metrics
+
+    def call(self, queue_id: str, payload: bytes) -> bytes:
+        """Execute a native call that runs alone; return its result."""
+        with public_errors():
+            return self._models.native.call(queue_id, payload)
 
     # Models
 
@@ -362,10 +450,10 @@ class Executor:
         with public_errors():
             return self._models.save(queue_id, save)
 
-    def load(self, queue_id: str, load: Load, source: Path) -> None:
-        """Replace a model's weights by those of a checkpoint."""
+    def load(self, queue_id: str, load: Load, source: Path) -> Mapping[str, Any]:
+        """Replace a model's weights by those of a checkpoint; return the counters of a native model."""
         with public_errors():
-            self._models.load(queue_id, load, source)
+            return self._models.load(queue_id, load, source)
 
     def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if no model has this id."""
@@ -408,6 +496,14 @@ class Executor:
     def cancel(self, key: int) -> None:
         """Cancel a sampling request; no-op if it has ended."""
         self._samples.cancel(key)
+
+
+def _step_metrics(outcome: StepResult | OperationError) -> Mapping[str, float] | Exception:
+    if isinstance(outcome, OperationError) and isinstance(outcome.error, NonFiniteError):
+        return {"skipped": 1.0}  # not a failure: it has an effect, and failures are not replayed
+    if isinstance(outcome, OperationError):
+        return public_error(outcome.error)
+    return {"grad_norm": float(outcome.grad_norm)}
 
 
 def _step_of(ref: Any, step: OptimStep) -> Step:

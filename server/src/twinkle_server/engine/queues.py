@@ -14,7 +14,7 @@ import orjson
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.operations import PASSES
+from twinkle_server.operations import PASSES, STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,28 @@ class Composition:
     Attributes:
         passes: records of the engine. Each has a number (`pass`), which increases with time and is the same for all
             operations that shared the pass; its other fields belong to the engine.
+        number: number of the operation for the engine, where it is not that of the log.
     """
 
     passes: Sequence[Mapping[str, Any]]
+    number: int | None = None
 
     @property
-    def first(self) -> int:
-        """Number of the first pass."""
-        return int(self.passes[0]["pass"])
+    def first(self) -> int | None:
+        """Number of the first pass; None if none is recorded."""
+        return int(self.passes[0]["pass"]) if self.passes else None
 
     def dump(self) -> str:
         """Serialize it for the log."""
-        return orjson.dumps(self.passes).decode()
+        if self.number is None:
+            return orjson.dumps(self.passes).decode()
+        return orjson.dumps({"number": self.number, "passes": self.passes}).decode()
 
     @classmethod
     def parse(cls, text: str) -> "Composition":
         """Parse the output of `dump`."""
-        return cls(orjson.loads(text))
+        document = orjson.loads(text)
+        return cls(document["passes"], document["number"]) if isinstance(document, dict) else cls(document)
 
 
 RESTORE = "restore"
@@ -119,7 +124,7 @@ class Task:
     @property
     def steps(self) -> bool:
         """Whether it may share a fused optimizer step."""
-        return self.kind == "optim_step" and not self.alone
+        return self.kind in STEPS and not self.alone
 
 
 def done(

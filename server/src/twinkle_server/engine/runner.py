@@ -18,7 +18,7 @@ from twinkle_server.engine.queues import Composition, Task, TaskQueues, done
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
-from twinkle_server.operations import PASSES, Create, Load, OptimStep, Save
+from twinkle_server.operations import NATIVE, PASSES, STEPS, Create, Load, OptimStep, Save, turn_name
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2
@@ -182,13 +182,13 @@ class OperationRunner:
         begin = self._interleaving.clock()
         if kind in PASSES:
             cost = self._passes(tasks)
-        elif kind == "optim_step":
+        elif kind in STEPS:
             cost = self._steps(tasks)
         else:
             self._barrier(tasks[0])
             cost = Cost()
         reach("engine.after_turn")
-        self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
+        self._passed(turn_name(kind), tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
         """Run a RESTORE; if memory or file descriptors are exhausted, the service retries it later."""
@@ -249,7 +249,10 @@ class OperationRunner:
         self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
 
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
-        passes = [Pass(task.queue_id, task.payload, task.number, task.composition) for task in tasks]
+        passes = [
+            Pass(task.queue_id, task.payload, task.number, task.composition, native=task.kind in NATIVE)
+            for task in tasks
+        ]
         try:
             results, cost = self._executor.run(passes)
         except EngineFault:
@@ -262,7 +265,7 @@ class OperationRunner:
             results, cost = [error], Cost()
         reach("engine.after_pass")
         for place, (task, result) in enumerate(zip(tasks, results, strict=True)):
-            trains = task.kind == "forward_backward" and not task.replay
+            trains = task.kind in ("forward_backward", "native_pass") and not task.replay
             self._end(task, result, composition=cost.compositions.get(place) if trains else None)
         return cost
 
@@ -273,16 +276,16 @@ class OperationRunner:
         return Cost(first.tokens + second.tokens, first.padded + second.padded, first.flops + second.flops)
 
     def _steps(self, tasks: Sequence[Task]) -> Cost:
-        readable: list[tuple[Task, OptimStep]] = []
+        readable: list[tuple[Task, OptimStep | bytes]] = []
         for task in tasks:
             try:
-                readable.append((task, OptimStep.parse(task.payload)))
+                readable.append((task, task.payload if task.kind in NATIVE else OptimStep.parse(task.payload)))
             except (TypeError, ValueError) as error:
                 self._end(task, error)
         self._step(readable)
         return Cost()
 
-    def _step(self, steps: Sequence[tuple[Task, OptimStep]], again: bool = False) -> None:
+    def _step(self, steps: Sequence[tuple[Task, OptimStep | bytes]], again: bool = False) -> None:
         if not steps:
             return
         try:
@@ -301,22 +304,24 @@ class OperationRunner:
             results = [error]
         reach("engine.after_step")
         for (task, _), result in zip(steps, results, strict=True):
-            self._end(task, result if isinstance(result, Exception) else _metrics(result))
+            self._end(task, result if isinstance(result, bytes | Exception) else _metrics(result))
 
     def _barrier(self, task: Task) -> None:
         try:
             if task.kind == "save":
                 self._saves.add(task)
                 return
-            self._do(task)
+            result = self._do(task)
         except EngineFault:
             raise
         except Exception as error:
             self._end(task, error)
         else:
-            self._end(task, b"{}")
+            self._end(task, result)
 
-    def _do(self, task: Task) -> None:
+    def _do(self, task: Task) -> bytes:
+        if task.kind == "native":
+            return self._executor.call(task.queue_id, task.payload)
         if task.kind == "create":
             create = Create.parse(task.payload)
             self._executor.create(task.queue_id, create, self._sources(create.source))
@@ -326,12 +331,13 @@ class OperationRunner:
             source = self._sources(load.source)
             if source is None:
                 raise ValueError("the load operation has no checkpoint")
-            self._executor.load(task.queue_id, load, source)
+            return orjson.dumps(self._executor.load(task.queue_id, load, source))
         elif task.kind == "unload":
             self._snapshots.forget(task.queue_id)
             self._executor.remove(task.queue_id)
         else:
             raise ValueError(f"unknown operation {task.kind!r}")
+        return b"{}"
 
     def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
         head = {

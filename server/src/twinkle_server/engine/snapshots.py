@@ -15,6 +15,7 @@ from twinkle_server.engine.executor import Executor as OperationExecutor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.ids import new_id
+from twinkle_server.operations import STEPS
 
 FOLDER = "snapshots"
 UNCHANGING = frozenset({"forward", "save"})
@@ -77,7 +78,7 @@ class Snapshots:
         if state is None:
             return
         state.number = task.number
-        state.steps += task.kind == "optim_step"
+        state.steps += task.kind in STEPS
         state.payload += len(task.payload)
         if state.changed is None and task.kind not in UNCHANGING:
             state.changed = time.monotonic()

@@ -53,7 +53,7 @@ def collect(folder: Path, target: Path, base: str | None) -> Path:
     """
     target.mkdir()
     names = [path.name for path in folder.iterdir() if path.is_file() and path.name != _OWN]
-    exported = [name for name in names if name.startswith(EXPORT)] or names
+    exported = [name for name in names if name.startswith((EXPORT, "adapter_"))]
     for name in exported:
         shutil.copyfile(folder / name, target / name.removeprefix(EXPORT))
     config = target / _CONFIG

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
+from twinkle_client import wire
 from twinkle_server.errors import BadRequest, Busy, ServiceError, TooLarge, refuse
 from twinkle_server.settings import Limits
 from twinkle_server.tenancy.auth import header
@@ -111,7 +112,9 @@ _SLOWEST = 64 * 2**10  # minimum bytes per second after that
 _ON_A_THREAD = 96 * 2**10  # larger bodies are processed on a thread; a pass of 4,096 tokens has 64 KiB
 _PARTS = 64  # maximum number of parts per row; legitimate rows have up to 30
 PASSES = frozenset({"/api/v1/forward_backward", "/api/v1/forward"})
-"""Paths whose bodies may be protobuf; all other bodies are JSON, whatever their content type."""
+"""Paths whose bodies may be protobuf."""
+NATIVE = "/twinkle/"
+"""Prefix of the paths whose bodies may be frames; all other bodies are JSON, whatever their content type."""
 
 
 class _Timeout(ServiceError):
@@ -182,8 +185,13 @@ class BodyLimitMiddleware:
         if scope["path"] in PASSES and "protobuf" in (header(scope, b"content-type") or ""):
             if large:
                 await asyncio.to_thread(check_parts, body, _PARTS * self._limits.datums)
-        elif large or not is_flat(body):
-            await asyncio.to_thread(self._check_json, body, share)
+            return body
+        if scope["path"].startswith(NATIVE) and wire.CONTENT_TYPE in (header(scope, b"content-type") or ""):
+            text = wire.head_of(body)
+        else:
+            text = body
+        if large or not is_flat(text):
+            await asyncio.to_thread(self._check_json, text, share)
         return body
 
     def _check_json(self, body: bytes, share: Share) -> None:

@@ -110,7 +110,13 @@ OPERATIONS = frozenset(
         "save_weights_for_sampler",
     )
 )
-"""Paths of the requests that carry a sequence number of a model."""
+"""Paths of the requests of the Tinker protocol that carry a sequence number of a model."""
+_NATIVE = "/twinkle/models/"
+
+
+def carries_number(path: str) -> bool:
+    """Return whether requests of a path carry a sequence number of a model."""
+    return path in OPERATIONS or path.startswith(_NATIVE)
 
 
 class ArrivalMiddleware:
@@ -128,7 +134,7 @@ class ArrivalMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one connection."""
         caller = scope.get("caller")
-        if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(caller, Caller):
+        if scope["type"] != "http" or not carries_number(scope["path"]) or not isinstance(caller, Caller):
             await self._app(scope, receive, send)
             return
         with self._arrivals.watch(caller.tenant) as answered:

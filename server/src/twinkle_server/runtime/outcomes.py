@@ -243,7 +243,8 @@ class StoreEffects:
             return _saved(operation, extra)
         if operation.kind == "load":
             load = Load.parse(_payload(operation))
-            return _json(operation, {"type": "load_weights", "model_id": operation.queue_id, "path": load.path})
+            response = {"type": "load_weights", "model_id": operation.queue_id, "path": load.path}
+            return _json(operation, response | (orjson.loads(body) if load.native else {}))
         if operation.kind == "unload":
             return self._unloaded(operation)
         return Outcome(operation.id, result=body)
@@ -371,7 +372,7 @@ def _checkpoint(model: Model, save: Save, name: str, extra: dict[str, Any], now:
         train_attn=model.train_attn,
         train_mlp=model.train_mlp,
         train_unembed=model.train_unembed,
-        has_optimizer=save.kind == "weights",
+        has_optimizer=save.kind == "weights" and save.optimizer,
         metadata=save.metadata,
         project=model.project,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.operations import PASSES, Category, Kind, ModelInfo, Outcome
+from twinkle_server.operations import Category, Kind, ModelInfo, Outcome, turn_name
 from twinkle_server.ports import Figures
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.futures import Futures
@@ -36,7 +36,7 @@ class LastPass:
 
     def ended(self, kind: Kind, category: Category | None) -> None:
         """Record how an operation of the current pass ended; None is success."""
-        name = "pass" if kind in PASSES else kind
+        name = turn_name(kind)
         if name in _SHOWN and category in (None, "server"):
             self._passes.setdefault(name, set()).add(category is None)
 

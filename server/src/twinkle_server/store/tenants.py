@@ -103,7 +103,12 @@ class UsageTable:
         )
 
 
-KINDS: Mapping[str, str] = {"forward": "training", "forward_backward": "training", "sample": "sampling_sample"}
+KINDS: Mapping[str, str] = {
+    "forward": "training",
+    "forward_backward": "training",
+    "native_pass": "training",
+    "sample": "sampling_sample",
+}
 """Kinds of usage by kind of operation; other operations are not counted."""
 
 

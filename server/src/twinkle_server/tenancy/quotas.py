@@ -134,15 +134,20 @@ def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float)
     """
     quotas = Quotas.read(caller.quotas)
     if kind == "create" and quotas.adapters is not None:
-        alive = models.c.status.in_(("creating", "live"))
-        count = connection.execute(select(func.count()).where(models.c.tenant == caller.tenant, alive)).scalar_one()
-        _check(count, quotas.adapters, "adapters", "finish a session first")
+        _check(count_adapters(connection, caller.tenant), quotas.adapters, "adapters", "finish a session first")
     if kind == "save" and quotas.bytes is not None:
         stored = checkpoints.c.deleted.is_(None) & or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now)
         total = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
             checkpoints.c.tenant == caller.tenant, stored
         )
         _check(connection.execute(total).scalar_one(), quotas.bytes, "bytes of checkpoints", "delete some first")
+
+
+def count_adapters(connection: Connection, tenant: str) -> int:
+    """Return how many models of a tenant are in memory or will be."""
+    alive = models.c.status.in_(("creating", "live"))
+    count: int = connection.execute(select(func.count()).where(models.c.tenant == tenant, alive)).scalar_one()
+    return count
 
 
 def _check(used: int, limit: int, what: str, remedy: str) -> None:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -87,6 +87,17 @@ class LoadInto(_Source, Numbered):
     """See `load_weights`."""
 
 
+class CreateRequest(Protocol):
+    """A request for a new model: a pydantic model with metadata."""
+
+    @property
+    def user_metadata(self) -> dict[str, str] | None:
+        """Kept with the training run."""
+
+    def model_dump_json(self) -> str:
+        """Return the content, which identifies a retry."""
+
+
 class _Addressed(Body):
     model_id: Text | None = None
 
@@ -113,7 +124,7 @@ async def create_model(request: Request) -> Response:
         created.append(_fresh(lora))
         return created[0]
 
-    accepted = await _create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
+    accepted = await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
     return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
@@ -154,7 +165,7 @@ async def load_weights(request: Request) -> Response:
         created.append(_from_checkpoint(checkpoint, body))
         return created[0]
 
-    accepted = await _create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
+    accepted = await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
     return accepted_response(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
@@ -236,16 +247,30 @@ async def _load(state: AppState, caller: Caller, model: Model, body: LoadInto) -
     return Load(checkpoint.folder, str(checkpoint.path), body.optimizer)
 
 
-async def _create(
+async def submit_create(
     state: AppState,
     caller: Caller,
-    body: CreateModel | LoadNew,
+    body: CreateRequest,
     session: str,
     number: int,
     payload: Callable[[], Awaitable[Create]],
     created: list[Create],
 ) -> Accepted:
-    """Submit operation 0 of a queue; the model's row is added in the same transaction if the payload is valid."""
+    """Submit operation 0 of a queue; the model's row is added in the same transaction if the payload is valid.
+
+    Args:
+        state: of the application.
+        caller: the caller.
+        body: the request.
+        session: of the caller.
+        number: of the model in the session.
+        payload: creates the payload.
+        created: where `payload` puts what it has created.
+
+    Raises:
+        NotFound: the caller has no such session.
+        Gone: the session has ended.
+    """
     queue_id, begun = model_id(session, number), now()
     owner = await state.store.sessions.get(caller.tenant, session)
     if owner.status != "active":

@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from twinkle.data_format import InputFeature, ModelOutput, SampleResponse, SamplingParams, StopReason
 from twinkle.errors import Unsupported
 
-Feature = Literal["composition", "interrupt", "page", "prompt_scores", "stop_strings", "train_unembed"]
+if TYPE_CHECKING:
+    from twinkle.model import TwinkleModel
+
+Feature = Literal["composition", "interrupt", "model", "page", "prompt_scores", "stop_strings", "train_unembed"]
 """Optional abilities of an engine; see `EngineInfo.features`."""
 
 
@@ -33,6 +36,8 @@ class EngineInfo:
             - `composition`: an operation is recomputed bit for bit from `OperationResult.composition`; an engine whose
               numbers never depend on the operations beside it does not need this;
             - `interrupt`: `run` calls the function given to `interrupt` between its passes;
+            - `model`: adapters have components of their own (loss, scheduler, template, processor, metrics), which
+              `as_model` sets and uses;
             - `page`: adapters can be moved to host memory and disk;
             - `prompt_scores`: sampling scores prompt tokens (`prompt_logprobs`, `prompt_logprobs_last`,
               `prompt_temperature`, `prompt_targets`, `prompt_draws`);
@@ -69,6 +74,9 @@ class AdapterSpec:
         train_attn: adapt the projections of attention.
         train_mlp: adapt the linear layers of the MLPs, experts included.
         train_unembed: adapt the output projection.
+        targets: adapt these layers instead of those that the three switches select: last names of layers, or
+            `("all-linear",)`, all linear layers but the output projection. `()` lets the engine choose, as PEFT does.
+            An engine without the feature `model` may refuse this field with `Unsupported`.
     """
 
     rank: int
@@ -78,6 +86,7 @@ class AdapterSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    targets: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,9 @@ class Operation:
         composition: `OperationResult.composition` of an earlier run of the same operation. The operation is computed in
             passes of the same composition, and gives the same numbers bit for bit. None lets the engine choose.
         loss_options: options of the loss's constructor, where `loss` is not an instance.
+        metrics_of: an adapter whose metrics see this operation, as if `loss` were its own. A "forward" becomes
+            the adapter's last one, which `TwinkleModel.calculate_loss` scores; its rows may go through the base model.
+            Requires the feature `model`.
     """
 
     adapter: str | AdapterRef | None
@@ -126,6 +138,26 @@ class Operation:
     number: int | None = None
     composition: Sequence[Mapping[str, Any]] | None = None
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    metrics_of: str | AdapterRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the training of an adapter is.
+
+    Attributes:
+        cur_step: number of backward calls.
+        updates: number of optimizer steps.
+        pending: number of backward calls since the last step.
+        gradient_accumulation_steps: number of backward calls for each step.
+        learning_rates: learning rate of each parameter group; empty without an optimizer.
+    """
+
+    cur_step: int = 0
+    updates: int = 0
+    pending: int = 0
+    gradient_accumulation_steps: int = 1
+    learning_rates: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -415,6 +447,8 @@ class Engine(ABC):
         A step without pending gradients or without an optimizer is an `OperationError` with a `TrainingStateError`. An
         adapter whose gradient is not finite keeps its weights, loses the gradient, and its result is an
         `OperationError` with a `NonFiniteError`.
+        With the feature `model`, a scheduler or metric that fails after the update is one with a `TrainingStateError`
+        that says so.
 
         Raises:
             EngineFault: some adapters were updated and others were not, or the device has failed.
@@ -428,15 +462,40 @@ class Engine(ABC):
         """
         return
 
+    # Adapters as a model
+
+    def as_model(self) -> "TwinkleModel":
+        """Return the adapters as a model, whose methods take `adapter_name=`: the name of a reference.
+
+        It has the methods of `TwinkleModel` that neither add adapters nor use files, and `drop_forward`, which frees
+        the graph of an adapter's last `forward`. An error of one adapter never changes another; an optimizer that
+        cannot make a step is refused when it is set.
+
+        Raises:
+            Unsupported: the engine does not have the feature `model`.
+        """
+        raise Unsupported(f"{type(self).__name__}: adapters have no components; its features do not include 'model'")
+
+    def progress(self, adapter: AdapterRef) -> Progress:
+        """Return how far the training of an adapter is.
+
+        Raises:
+            Unsupported: the engine does not have the feature `model`.
+        """
+        raise Unsupported(f"{type(self).__name__}: adapters have no counters; its features do not include 'model'")
+
     # State
 
     @abstractmethod
     def snapshot(self, adapter: AdapterRef, *, gradient: bool = True) -> SavedAdapter:
-        """Copy the complete state of an adapter: specification, weights, optimizer and counters.
+        """Copy the complete state of an adapter: specification, weights, optimizer, scheduler and counters.
+
+        With the feature `model`, the state of metrics is included; components themselves are not, and whoever restores
+        the copy must set them before. The graph of a last `forward` is not included either.
 
         Args:
             adapter: the adapter.
-            gradient: include pending gradients.
+            gradient: include pending gradients, and what metrics have not seen yet.
         """
 
     @abstractmethod

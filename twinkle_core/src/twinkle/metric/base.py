@@ -1,5 +1,6 @@
 """The contract of a metric."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,18 @@ class Metric(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Clear the accumulated values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been accumulated, as a copy of plain values: numbers, texts, lists and mappings.
+
+        The default is all attributes but the mesh and the process group.
+        """
+        hidden = ("device_mesh", "process_group")
+        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in hidden}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the values that `state_dict` of a metric with the same options returned."""
+        vars(self).update(copy.deepcopy(dict(state)))
 
     def gather_results(self, local_results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the results of every rank of `process_group`, in rank order."""

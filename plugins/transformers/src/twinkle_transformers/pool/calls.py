@@ -65,6 +65,10 @@ class PoolCalls:
         """Drop the graph of a removed adapter."""
         self._staged.pop(name, None)
 
+    def drop_forward(self, name: str | None) -> None:
+        """Drop the graph of an adapter's last forward; no-op if there is none."""
+        self._staged.pop(self._adapters.tenant(name).name, None)
+
     def forward(self, name: str | None, inputs: Any, options: Options) -> ModelOutput:
         """Run rows of one adapter in one pass in training mode, and keep its graph."""
         tenant = self._adapters.tenant(name)

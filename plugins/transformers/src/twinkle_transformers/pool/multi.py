@@ -236,6 +236,10 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         options = {"temperature": temperature, "return_logits": return_logits, "task": task}
         return self._calls.forward(adapter_name, inputs, options)
 
+    def drop_forward(self, *, adapter_name: str | None = None) -> None:
+        """Free the graph of the last `forward` of an adapter; `backward` then needs a new one."""
+        self._calls.drop_forward(adapter_name)
+
     @remote_function(collect="mean")
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
         """See `TransformersModel.calculate_loss`."""

@@ -227,7 +227,7 @@ class LoraPool:
         earlier: Counter[AdapterRef] = Counter()
         for index, operation in enumerate(operations):
             try:
-                work = self.prepare(index, operation)
+                work = self.prepare(index, operation, evaluates=self._measured(operation))
                 if work.training and work.tenant is not None and operation.number is None:
                     work.number += earlier[work.tenant.ref]
                     earlier[work.tenant.ref] += 1
@@ -235,7 +235,31 @@ class LoraPool:
             except Exception as error:  # a loss or processor may raise anything, and the other operations must go on
                 works.append(OperationError(error, _name(operation.adapter), index))
         self.execute([work for work in works if isinstance(work, WorkItem)])
-        return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
+        results = [work if isinstance(work, OperationError) else self.finish(work) for work in works]
+        for item, result in zip(works, results, strict=True):
+            if isinstance(item, WorkItem) and isinstance(result, OperationResult):
+                self._note_last(self._measured(item.operation), item)
+        return results
+
+    def _measured(self, operation: Operation) -> Tenant | None:
+        """Return the adapter whose metrics see an operation."""
+        if operation.metrics_of is None:
+            return None
+        tenant = self.tenants[operation.metrics_of]
+        if operation.adapter is not None and self.tenants[operation.adapter] is not tenant:
+            raise ArgumentError("metrics_of must be the adapter of the operation, or the operation the base model's")
+        return tenant
+
+    def _note_last(self, tenant: Tenant | None, work: WorkItem) -> None:
+        """Make a forward the adapter's last one, which `calculate_loss` scores."""
+        if tenant is None:
+            return
+        tenant.group.training = work.training
+        if work.training:
+            tenant.group.train_status.passes = []
+        else:
+            passes = [part.item for part in work.parts if part.item is not None]
+            tenant.group.eval_status.passes = passes
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         """Update several adapters together; see `Engine.step`."""
@@ -261,7 +285,7 @@ class LoraPool:
             if isinstance(norm, Exception):
                 for group, before in zip(tenant.group.optimizer.param_groups, options[index], strict=True):
                     group.update(before)
-                results[index] = OperationError(norm, tenant.name, index)
+                results[index] = OperationError(_step_error(norm), tenant.name, index)
             else:
                 results[index] = StepResult(norm, tenant.group.updates > updates[index])
         return [result for result in results if result is not None]
@@ -546,6 +570,17 @@ def _nothing() -> None:
 
 def _has_loss(part: MicroBatch) -> bool:
     return part.work.error is None and part.work.loss is not None and part.item is not None
+
+
+def _step_error(error: Exception) -> Exception:
+    """Return the error of a step for the contract; metrics and schedulers may raise anything."""
+    if isinstance(error, TwinkleError):
+        return error
+    failed = TrainingStateError(
+        f"the step was made, and then a metric or the scheduler failed: {type(error).__name__}: {error}"
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def _options_of(tenant: Tenant) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import host_copy
 from twinkle_transformers.pool.files import shapes_in
+from twinkle_transformers.pool.metric_state import PREFIX, check_metrics, put_metrics, take_metrics
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.training_state import (
     compare_optimizers,
@@ -54,13 +55,15 @@ def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
 
     Args:
         tenant: the adapter.
-        gradient: False leaves out pending gradients and their counters.
+        gradient: False leaves out pending gradients, their counters, and what metrics have not seen yet.
 
-    The snapshot contains neither components (template, processor, loss, metrics and their state) nor the usage.
+    The snapshot contains neither components (template, processor, loss, metrics; only the state of these) nor the
+    usage, nor the graph of a last `forward`.
 
     Returns:
-        `tensors`: by name, in host memory: `weights` float32 `[P]`, `gradient` `[P]` if one is pending, and
-        `optimizer/<field>/<parameter>`; `state`: JSON data: shapes, counters, seed, optimizer, scheduler.
+        `tensors`: by name, in host memory: `weights` float32 `[P]`, `gradient` `[P]` if one is pending,
+        `optimizer/<field>/<parameter>`, and `passes/...` that metrics have not seen; `state`: JSON data: shapes,
+        counters, seed, optimizer, scheduler, metrics.
 
     Raises:
         CheckpointError: JSON cannot represent the state of the optimizer or scheduler.
@@ -86,14 +89,16 @@ def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
     if (scheduler := group.lr_scheduler) is not None:
         name = type(scheduler).__name__
         state["scheduler"] = {"class": name, "state": encode_state(scheduler.state_dict(), name)}
-    return {"tensors": {name: host_copy(tensor) for name, tensor in tensors.items()}, "state": state}
+    passes, state["metrics"] = take_metrics(group, unseen=gradient)
+    return {"tensors": {name: host_copy(tensor) for name, tensor in tensors.items()} | passes, "state": state}
 
 
 def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
     """Replace the state of an adapter by a snapshot of it, or of an adapter with the same layout.
 
     A snapshot without an optimizer removes the adapter's; one with an optimizer (and scheduler) requires that the same
-    classes are set, and restores their options.
+    classes are set, and restores their options. Metrics continue from the snapshot if the adapter has the same ones;
+    otherwise the adapter's own start anew, unless passes wait for those of the snapshot.
 
     Raises:
         CheckpointError: it is damaged, or of another layout, dropout, optimizer or scheduler; nothing has changed.
@@ -103,6 +108,7 @@ def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
     _compare_shapes(tenant, state)
     _check_tensors(tenant, tensors)
     counters = _counters(state)
+    measured = _metrics(group, state)
     saved = state["optimizer"]
     if saved is not None:
         if group.optimizer is None:
@@ -124,6 +130,22 @@ def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
         tenant.add_gradient(tensors[GRADIENT].to(tenant.flat.device))
     for name, value in counters.items():
         setattr(group, name, value)
+    if measured is not None:
+        put_metrics(group, measured, tensors)
+
+
+def _metrics(group: OptimizerGroup, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the state of the metrics if it can be restored; None if the snapshot has none, or that of others."""
+    saved: Mapping[str, Any] | None = state.get("metrics")
+    if saved is None:
+        return None
+    try:
+        check_metrics(group, saved, _WHERE)
+    except CheckpointError:
+        if any(saved[name]["unseen"] for name in ("train", "eval")):
+            raise
+        return None
+    return saved
 
 
 def _layout(tenant: Tenant) -> list[list[Any]]:
@@ -181,7 +203,7 @@ def _check_tensors(tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
             raise CheckpointError(
                 f"{_WHERE}: {name} is {description}; it should be {tenant.flat.dtype} {list(tenant.flat.shape)}"
             )
-    if odd := [n for n in tensors if n not in (WEIGHTS, GRADIENT) and not n.startswith(OPTIMIZER)]:
+    if odd := [n for n in tensors if n not in (WEIGHTS, GRADIENT) and not n.startswith((OPTIMIZER, PREFIX))]:
         raise CheckpointError(f"{_WHERE} contains an unknown tensor {odd[0]!r}")
 
 
@@ -264,12 +286,12 @@ class AdapterSnapshot:
         layout = _layout_of(self.state)
         named: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
-            if tensor.shape == (layout.size,):
+            if _is_vector(name, tensor, layout):
                 named |= {f"{name}:{part}": view.contiguous() for part, view in _matrices(layout, tensor)}
             else:
                 named[name] = tensor
         save_file(named, folder / TENSORS)
-        vectors = [name for name, tensor in self.tensors.items() if tensor.shape == (layout.size,)]
+        vectors = [name for name, tensor in self.tensors.items() if _is_vector(name, tensor, layout)]
         document = {
             "format": FORMAT, "create": _spec_as_dict(self.spec), "vectors": vectors, "state": dict(self.state),
         }  # fmt: skip
@@ -386,7 +408,11 @@ def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
     """Read and check a specification; a corrupt rank must not lead to an allocation beyond all memory."""
     if not isinstance(values, dict):
         raise TypeError("the specification is not an object")
-    spec = AdapterSpec(**{name: value for name, value in values.items() if name not in _OLDER})
+    targets = values.get("targets")
+    if targets is not None and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
+        raise TypeError(f"the targets of the specification are {targets!r}")
+    fields = {name: value for name, value in values.items() if name not in _OLDER}
+    spec = AdapterSpec(**fields | {"targets": None if targets is None else tuple(targets)})
     integers, switches = (spec.rank, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
     numbers = (spec.alpha, spec.dropout)
     if (
@@ -398,6 +424,11 @@ def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
     if spec.rank > max((math.prod(shape) for shape in shapes_in(folder / TENSORS).values()), default=0):
         raise ValueError(f"rank is {spec.rank}, more than the number of weights")
     return spec
+
+
+def _is_vector(name: str, tensor: Tensor, layout: Layout) -> bool:
+    """Return whether a tensor has a number for each of the adapter's weights."""
+    return tensor.shape == (layout.size,) and not name.startswith(PREFIX)
 
 
 def _layout_of(state: Mapping[str, Any]) -> Layout:

@@ -102,6 +102,13 @@ def step_each(
         except NonFiniteError as error:
             error.add_note(f"in the step of adapter {tenant.name!r}")
             results.append(error)
+        except Exception as error:  # a metric or a scheduler may raise anything, and the other adapters must go on
+            group.train_status.unseen.clear()
+            group.clear_gradients()
+            error.add_note(
+                f"in its metrics or scheduler, after step {group.updates} of adapter {tenant.name!r} was made"
+            )
+            results.append(error)
     return results
 
 

@@ -146,8 +146,9 @@ class WorkItem:
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss (and so the metrics) are the adapter's own."""
-        return self.tenant is not None and self.loss is not None and self.operation.loss is None
+        """Whether the loss is the adapter's own, or counts as such, so that the adapter's metrics see the passes."""
+        own = self.operation.loss is None or self.operation.metrics_of is not None
+        return self.tenant is not None and self.loss is not None and own
 
 
 def prepare(
@@ -180,7 +181,8 @@ def prepare(
         check_loss_arguments(loss, operation.loss_inputs)
     elif operation.loss_inputs:
         raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
-    needs = _needs(loss, tenant if training else evaluates, training, options, operation.loss is None)
+    own = operation.loss is None or operation.metrics_of is not None
+    needs = _needs(loss, tenant if training else evaluates, training, options, own)
     number = operation.number if operation.number is not None or tenant is None else tenant.group.cur_step
     work = WorkItem(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
     work.processor = processor

@@ -209,7 +209,7 @@ def _check_finite(where: str, name: str, values: Array) -> None:
         raise UserError(f"{where}: {name} must be finite, got {values.reshape(-1)[at]} at {at}")
 
 
-def build_loss(spec: ComponentSpec, config: Mapping[str, float | str]) -> Any:
+def build_loss(spec: ComponentSpec, config: Mapping[str, Any]) -> Any:
     """Build a loss for one operation.
 
     Raises:
@@ -238,7 +238,7 @@ def _function(spec: ComponentSpec, function: Any, options: Mapping[str, Any]) ->
     return function
 
 
-def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str, Any]:
+def _options(spec: ComponentSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the loss's constructor, validated by the declared model of its options."""
     if not spec.config or not config:
         return dict(config)

@@ -65,7 +65,7 @@ class Losses:
         self._strict = strict
         self._in_process = frozenset(in_process)
         self.workers: LossWorkers | None = None
-        remote = [spec for spec in self._specs().values() if limits is not None and self._is_remote(spec)]
+        remote = [spec for spec in self._specs().values() if limits is not None and self.is_remote(spec)]
         if limits is not None and remote:
             from twinkle_server.engine.losses.workers import workers  # imports torch
 
@@ -98,7 +98,7 @@ class Losses:
             UserError: an option is invalid, or an input is missing, unknown or has another shape.
         """
         _check_inputs(spec, rows)
-        if self.workers is not None and self._is_remote(spec):
+        if self.workers is not None and self.is_remote(spec):
             weighted = mask_weightless(rows)
             loss: Any = self.workers.open(spec, config, queue_id=queue_id, number=number, weighted=weighted)
             loss.row_inputs = with_inputs(loss.row_inputs, spec)
@@ -111,12 +111,34 @@ class Losses:
         _check_missing(spec, loss, rows)
         return loss if spec.name in (*PUBLISHED, *OWN) else enforce_weights(loss, spec.name, rows)
 
+    def build_own(self, spec: ComponentSpec, options: Mapping[str, Any], *, queue_id: str, number: int) -> Any:
+        """Build the loss of a model that takes its arguments from native calls.
+
+        Args:
+            spec: the loss.
+            options: its options.
+            queue_id: the model, which has its own worker for each plugin.
+            number: number of the operation that uses the loss, if a worker computes it.
+
+        Raises:
+            UserError: an option is invalid, or the plugin was revoked.
+        """
+        if self.workers is not None and self.is_remote(spec):
+            loss: Any = self.workers.open(spec, options, queue_id=queue_id, number=number, weighted=False)
+            loss.row_inputs = with_inputs(loss.row_inputs, spec)
+            return loss
+        try:
+            return build_loss(spec, options)
+        except NotTrusted as error:  # revoked after `find`
+            raise UserError(f"loss {spec.name!r} is no longer available: {error}") from error
+
     def end_dropped(self) -> None:
         """End the worker processes of plugins that no longer offer a loss."""
         if self.workers is not None:
             self.workers.keep({spec.dist for spec in self._specs().values()})
 
-    def _is_remote(self, spec: ComponentSpec) -> bool:
+    def is_remote(self, spec: ComponentSpec) -> bool:
+        """Return whether worker processes compute a loss, if there are any."""
         return spec.dist not in self._in_process and not _is_own(spec)
 
     def _specs(self) -> dict[str, ComponentSpec]:

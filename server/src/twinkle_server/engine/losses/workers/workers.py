@@ -264,7 +264,7 @@ class LossWorkers:
             self._drop(self._tree.plugins.pop(name))
 
     def open(
-        self, spec: ComponentSpec, config: Mapping[str, float | str], *, queue_id: str, number: int, weighted: bool
+        self, spec: ComponentSpec, config: Mapping[str, Any], *, queue_id: str, number: int, weighted: bool
     ) -> WorkerLoss:
         """Return the loss of an operation, built by the worker of its model.
 

@@ -1,0 +1,482 @@
+"""`MultiLoraTransformersModel` on a service: the methods of the local class, for adapters that live there."""
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from twinkle.errors import ArgumentError
+from twinkle_client.calls import Call, twins
+from twinkle_client.client import TwinkleClient, current_client
+from twinkle_client.queues import AdapterQueue
+from twinkle_client.results import result_of
+from twinkle_client.rows import sendable_rows
+
+if TYPE_CHECKING:
+    from twinkle_client import types
+
+T = TypeVar("T")
+_OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs", "disable_lora")
+
+
+class _Adapter:
+    """An adapter on the service."""
+
+    def __init__(self, name: str, model_id: str, queue: AdapterQueue) -> None:
+        self.name, self.model_id, self.queue = name, model_id, queue
+
+
+class MultiLoraTransformersModel:
+    """Adapters on the base model of a service, each with its own optimizer, loss, template, processor and metrics.
+
+    Every method takes `adapter_name=`; by default it is the adapter that was added last. Every method that calls the
+    service also exists as coroutine `..._async`; calls of one adapter run in the order in which they begin. Results are
+    plain values (a mapping, a number, a text) that also have the attribute `.result`.
+
+    Args:
+        model_id: name of the served model, with or without the prefix `ms://` or `hf://`; None is the one it serves.
+        client: by default that of the last `init_twinkle_client`.
+        **kwargs: none; options of the model are those of the service.
+
+    Raises:
+        ArgumentError: an argument is unknown.
+    """
+
+    def __init__(self, model_id: str | None = None, *, client: TwinkleClient | None = None, **kwargs: Any) -> None:
+        if kwargs:
+            raise ArgumentError(
+                f"MultiLoraTransformersModel: {sorted(kwargs)[0]!r} is an option of the service that holds the model; "
+                "leave it out"
+            )
+        self.model_id = model_id
+        self.client = client or current_client()
+        self._adapters: dict[str, _Adapter] = {}
+        self._lock = threading.Lock()
+        self.adapter_name = ""
+
+    def run(self, call: Call[T]) -> T:
+        """Run a call in this thread."""
+        return self.client.run(call)
+
+    async def run_async(self, call: Call[T]) -> T:
+        """Run a call on the current event loop."""
+        return await self.client.run_async(call)
+
+    # Adapters
+
+    def _add_adapter_to_model(
+        self,
+        adapter_name: str,
+        config: Any = None,
+        *,
+        gradient_accumulation_steps: int = 1,
+        seed: int | None = None,
+        checkpoint: Any = None,
+        load_optimizer: bool = False,
+        user_metadata: Mapping[str, Any] | None = None,
+        save_dir: None = None,
+    ) -> Call[None]:
+        """Add an adapter, which the calls without a name then mean.
+
+        Args:
+            adapter_name: any name.
+            config: `peft.LoraConfig`, or a mapping of its fields (and of `train_attn`, `train_mlp`, `train_unembed`).
+            gradient_accumulation_steps: backward calls for each step.
+            seed: seed of the first weights and of dropout; None lets the service draw one.
+            checkpoint: `twinkle://` path of a checkpoint to begin with, instead of `config`.
+            load_optimizer: load its optimizer, too.
+            user_metadata: texts that are kept with the training run.
+            save_dir: None; a service has its own folders.
+
+        Raises:
+            ArgumentError: the name is taken, or a field is not supported on a service.
+        """
+        from twinkle_client.types.models import plain_config
+
+        if save_dir is not None:
+            raise ArgumentError("save_dir: a service decides where it saves; list checkpoints with list_checkpoints()")
+        with self._lock:
+            if adapter_name in self._adapters:
+                raise ArgumentError(f"adapter {adapter_name!r} already exists; choose another name")
+        client = self.client
+        number = client.next_number("model")
+        body: dict[str, Any] = {
+            "session_id": client.session_id,
+            "model_seq_id": number,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "seed": seed,
+            "base_model": _bare(self.model_id),
+        }
+        if checkpoint is not None:
+            body |= {"checkpoint": str(checkpoint), "load_optimizer": load_optimizer}
+        body["config"] = plain_config(config) if config is not None else ({} if checkpoint is None else None)
+        if user_metadata:
+            body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
+        created = yield from client.connection.request("POST", "/models", body)
+        model_id = created["model_id"]
+        queue = AdapterQueue(client.connection, f"/models/{model_id}")
+        yield from queue.call("get_progress", {})  # raises why the adapter could not be created
+        with self._lock:
+            self._adapters[adapter_name] = _Adapter(adapter_name, model_id, queue)
+            self.adapter_name = adapter_name
+
+    add_adapter_to_model, add_adapter_to_model_async = twins(_add_adapter_to_model)
+
+    def _remove_adapter(self, adapter_name: str | None = None) -> Call[None]:
+        """Remove an adapter from the service; its checkpoints stay."""
+        adapter = self._adapter(adapter_name)
+        yield from adapter.queue.call("unload", {})
+        with self._lock:
+            self._adapters.pop(adapter.name, None)
+            self.adapter_name = next(reversed(self._adapters), "")
+
+    remove_adapter, remove_adapter_async = twins(_remove_adapter)
+
+    def training_run_id(self, adapter_name: str | None = None) -> str:
+        """Return the id of an adapter's training run."""
+        return self._adapter(adapter_name).model_id
+
+    # Components
+
+    def _set(self, method: str, adapter_name: str | None, name: Any, options: dict[str, Any], **more: Any) -> Call[Any]:
+        body = {"name": _component(method, name), "options": options} | more
+        return (yield from self._call(adapter_name, method, body))
+
+    def _set_loss(self, /, loss_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Set the loss, by the name of a component that is installed on the service."""
+        return (yield from self._set("set_loss", adapter_name, loss_cls, kwargs))
+
+    set_loss, set_loss_async = twins(_set_loss)
+
+    def _set_optimizer(
+        self, /, optimizer_cls: str = "AdamW", *, adapter_name: str | None = None, **kwargs: Any
+    ) -> Call[Any]:
+        """Set the optimizer, by name."""
+        return (yield from self._set("set_optimizer", adapter_name, optimizer_cls, kwargs))
+
+    set_optimizer, set_optimizer_async = twins(_set_optimizer)
+
+    def _set_lr_scheduler(self, /, scheduler_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Set the scheduler of the learning rate, by name."""
+        return (yield from self._set("set_lr_scheduler", adapter_name, scheduler_cls, kwargs))
+
+    set_lr_scheduler, set_lr_scheduler_async = twins(_set_lr_scheduler)
+
+    def _set_template(self, /, template_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Set the template that encodes conversations, by name."""
+        own = _bare(kwargs.pop("model_id", None))
+        if own not in (None, _bare(self.model_id)):
+            raise ArgumentError(f"set_template: model_id must be that of the model, {self.model_id!r}, got {own!r}")
+        return (yield from self._set("set_template", adapter_name, template_cls, kwargs))
+
+    set_template, set_template_async = twins(_set_template)
+
+    def _set_processor(self, /, processor_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Set the processor that collates rows, by name."""
+        return (yield from self._set("set_processor", adapter_name, processor_cls, kwargs))
+
+    set_processor, set_processor_async = twins(_set_processor)
+
+    def _add_metric(
+        self, /, metric_cls: str, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> Call[Any]:
+        """Add a metric for training, for evaluation, or (None) one for each, by name."""
+        return (yield from self._set("add_metric", adapter_name, metric_cls, kwargs, is_training=is_training))
+
+    add_metric, add_metric_async = twins(_add_metric)
+
+    def _apply_patch(self, /, patch_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Apply a patch, by name, if the service has one that does not change what other tenants train."""
+        return (yield from self._set("apply_patch", adapter_name, patch_cls, kwargs))
+
+    apply_patch, apply_patch_async = twins(_apply_patch)
+
+    # Forward and backward
+
+    def _forward(self, /, inputs: Any, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Run rows in training mode for `calculate_loss` and `backward`; returns `logps` `[B, T]`."""
+        return (yield from self._rows("forward", adapter_name, inputs, kwargs))
+
+    forward, forward_async = twins(_forward)
+
+    def _forward_only(self, /, inputs: Any, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Run rows without a graph; `disable_lora=True` uses only the base model. Returns `logps` `[B, T]`.
+
+        Args:
+            inputs: rows (`input_ids`, `labels`, ...) or conversations (`messages`, ...).
+            adapter_name: the adapter.
+            **kwargs: `temperature`, `return_logits`, `task`, `topk_logprobs`, `disable_lora`, and `micro_batch_size`:
+                a service chooses its own, and the numbers do not depend on it.
+        """
+        return (yield from self._rows("forward_only", adapter_name, inputs, kwargs))
+
+    forward_only, forward_only_async = twins(_forward_only)
+
+    def _forward_backward(self, /, inputs: Any, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Forward, loss and backward of rows; returns `loss`, `num_tokens` and `logps` `[B, T]`.
+
+        Args:
+            inputs: rows (`input_ids`, `labels`, ...) or conversations (`messages`, ...).
+            adapter_name: the adapter.
+            **kwargs: `temperature`, `return_logits`, `task`, `micro_batch_size` (a service chooses its own, and the
+                numbers do not depend on it); all others are arguments of the loss, such as `old_logps`, `advantages` or
+                `ref_outputs`.
+        """
+        return (yield from self._rows("forward_backward", adapter_name, inputs, kwargs, loss=True))
+
+    forward_backward, forward_backward_async = twins(_forward_backward)
+
+    def _calculate_loss(self, /, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
+        """Return the loss of the last forward; the arguments are those of the loss."""
+        return (yield from self._call(adapter_name, "calculate_loss", {"loss_inputs": _plain(kwargs)}))
+
+    calculate_loss, calculate_loss_async = twins(_calculate_loss)
+
+    def _backward(self, *, adapter_name: str | None = None) -> Call[Any]:
+        """Add the gradients of the last calculated loss."""
+        return (yield from self._call(adapter_name, "backward", {}))
+
+    backward, backward_async = twins(_backward)
+
+    # Step
+
+    def _clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> Call[Any]:
+        """Clip the gradients if a step is due, and return their norm before."""
+        body = _clipping(max_grad_norm, norm_type) | _due(gradient_accumulation_steps, flush)
+        return (yield from self._call(adapter_name, "clip_grad_norm", body))
+
+    clip_grad_norm, clip_grad_norm_async = twins(_clip_grad_norm)
+
+    def _step(
+        self,
+        *,
+        optim_params: Mapping[str, Any] | None = None,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> Call[Any]:
+        """Update the weights if a step is due."""
+        body = _due(gradient_accumulation_steps, flush) | {"optim_params": optim_params}
+        return (yield from self._call(adapter_name, "step", body))
+
+    step, step_async = twins(_step)
+
+    def _zero_grad(
+        self,
+        *,
+        set_to_none: bool = True,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> Call[Any]:
+        """Drop the gradients of a finished accumulation; of an unfinished one too with `flush`."""
+        body = _due(gradient_accumulation_steps, flush) | {"set_to_none": set_to_none}
+        return (yield from self._call(adapter_name, "zero_grad", body))
+
+    zero_grad, zero_grad_async = twins(_zero_grad)
+
+    def _lr_step(
+        self,
+        *,
+        metrics: float | None = None,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> Call[Any]:
+        """Advance the scheduler by the steps since the last call."""
+        body = _due(gradient_accumulation_steps, flush) | {"metrics": metrics}
+        return (yield from self._call(adapter_name, "lr_step", body))
+
+    lr_step, lr_step_async = twins(_lr_step)
+
+    def _clip_grad_and_step(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> Call[Any]:
+        """`clip_grad_norm`, `step`, `zero_grad` and `lr_step`; returns the norm, 0 if no step was due."""
+        body = _clipping(max_grad_norm, norm_type) | _due(gradient_accumulation_steps, flush)
+        return (yield from self._call(adapter_name, "clip_grad_and_step", body))
+
+    clip_grad_and_step, clip_grad_and_step_async = twins(_clip_grad_and_step)
+
+    # Metrics and state
+
+    def _calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> Call[Any]:
+        """Return the numbers of all metrics since the last call."""
+        return (yield from self._call(adapter_name, "calculate_metric", {"is_training": is_training}))
+
+    calculate_metric, calculate_metric_async = twins(_calculate_metric)
+
+    def _get_train_configs(self, *, adapter_name: str | None = None) -> Call[Any]:
+        """Return a readable summary of what is trained and how."""
+        return (yield from self._call(adapter_name, "get_train_configs", {}))
+
+    get_train_configs, get_train_configs_async = twins(_get_train_configs)
+
+    def _get_state_dict(self, *, adapter_name: str | None = None) -> Call[Any]:
+        """Return the adapter's weights by PEFT's names, as arrays of numpy."""
+        return (yield from self._call(adapter_name, "get_state_dict", {}))
+
+    get_state_dict, get_state_dict_async = twins(_get_state_dict)
+
+    def _save(
+        self,
+        name: str | None = None,
+        output_dir: None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        is_sampler: bool = False,
+        consumed_train_samples: int = 0,
+        overwrite: bool = True,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> Call["types.SaveResponse | None"]:
+        """Save a checkpoint on the service.
+
+        Args:
+            name: letters, digits, '.', '_' and '-'; by default `checkpoint-step-<number of backward calls>`.
+            output_dir: None; a service decides where it saves.
+            interval: save only if the number of backward calls is a multiple of it; otherwise return None.
+            adapter_name: the adapter.
+            save_optimizer: include optimizer, scheduler and counters, for `resume_from_checkpoint`.
+            is_sampler: save for sampling, as `adapter_uri` of a sampler.
+            consumed_train_samples: number of samples that were consumed, which `resume_from_checkpoint` returns.
+            overwrite: replace a checkpoint of this name.
+            ttl_seconds: lifetime; None is unlimited.
+            user_metadata: texts that are kept with the checkpoint.
+
+        Returns:
+            the paths of the checkpoint.
+        """
+        from twinkle_client import types
+
+        if output_dir is not None:
+            raise ArgumentError("output_dir: a service decides where it saves; leave it out")
+        adapter = self._adapter(adapter_name)
+        if name is None or interval != 1:
+            step = (yield from adapter.queue.call("get_progress", {}))["cur_step"]
+            if step % interval:
+                return None
+            name = name or f"checkpoint-step-{step}"
+        body = {
+            "name": name,
+            "save_optimizer": save_optimizer,
+            "is_sampler": is_sampler,
+            "consumed_train_samples": consumed_train_samples,
+            "overwrite": overwrite,
+            "ttl_seconds": ttl_seconds,
+        }
+        if user_metadata:
+            body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
+        saved = yield from adapter.queue.call("save", body)
+        path = saved["path"].replace("tinker://", "twinkle://", 1)
+        return types.SaveResponse(twinkle_path=path, checkpoint_dir=path)
+
+    save, save_async = twins(_save)
+
+    def _load(
+        self, name: Any, output_dir: None = None, *, adapter_name: str | None = None, load_optimizer: bool = False
+    ) -> Call[None]:
+        """Load the weights of a checkpoint.
+
+        Args:
+            name: its `twinkle://` path, or the name of a checkpoint of this adapter.
+            output_dir: None; a service knows where it saved.
+            adapter_name: the adapter.
+            load_optimizer: load optimizer, scheduler and counters, too.
+        """
+        if output_dir is not None:
+            raise ArgumentError("output_dir: give the path of the checkpoint, twinkle://<run>/weights/<name>, as name")
+        yield from self._loaded(adapter_name, name, load_optimizer)
+
+    load, load_async = twins(_load)
+
+    def _resume_from_checkpoint(
+        self, name: Any, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> Call[Any]:
+        """Load a checkpoint with optimizer, scheduler and counters, or (`resume_only_model`) its weights alone.
+
+        Returns:
+            `cur_step`, `consumed_train_samples` and `gradient_accumulation_steps`.
+        """
+        progress = yield from self._loaded(adapter_name, name, not resume_only_model)
+        names = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
+        return result_of({name: progress[name] for name in names})
+
+    resume_from_checkpoint, resume_from_checkpoint_async = twins(_resume_from_checkpoint)
+
+    def _loaded(self, adapter_name: str | None, name: Any, optimizer: bool) -> Call[Any]:
+        body = {"path": str(name), "load_optimizer": optimizer}
+        return (yield from self._adapter(adapter_name).queue.call("load", body))
+
+    # Parts
+
+    def _adapter(self, name: str | None) -> _Adapter:
+        with self._lock:
+            name = self.adapter_name if name is None else name
+            if name not in self._adapters:
+                known = ", ".join(sorted(self._adapters)) or "none"
+                raise ArgumentError(f"there is no adapter {name!r}; there are: {known} (add one: add_adapter_to_model)")
+            return self._adapters[name]
+
+    def _call(self, adapter_name: str | None, method: str, body: Mapping[str, Any]) -> Call[Any]:
+        return result_of((yield from self._adapter(adapter_name).queue.call(method, body)))
+
+    def _rows(
+        self, method: str, adapter_name: str | None, inputs: Any, kwargs: dict[str, Any], *, loss: bool = False
+    ) -> Call[Any]:
+        size = kwargs.pop("micro_batch_size", None)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ArgumentError(f"micro_batch_size must be an integer of at least 1, or None, got {size!r}")
+        body = {name: kwargs.pop(name) for name in _OPTIONS if kwargs.get(name) is not None}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        if loss:
+            body["loss_inputs"] = _plain(kwargs)
+        elif kwargs:
+            raise ArgumentError(f"{method}: there is no argument {sorted(kwargs)[0]!r}")
+        return (yield from self._call(adapter_name, method, {"inputs": sendable_rows(inputs), **body}))
+
+
+def _component(method: str, given: Any) -> str:
+    """Return the name of a component; a class that has one is sent by it."""
+    name = getattr(given, "__name__", None) if isinstance(given, type) else given
+    if not isinstance(name, str):
+        raise ArgumentError(
+            f"{method}: give the name of a component that is installed on the service, got a {type(given).__name__}"
+        )
+    return name
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a loss that are given; None is what every optional argument is without being given."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _clipping(max_norm: float, norm_type: float) -> dict[str, Any]:
+    return {"max_grad_norm": float(max_norm), "norm_type": "inf" if math.isinf(norm_type) else float(norm_type)}
+
+
+def _due(accumulation: int | None, flush: bool) -> dict[str, Any]:
+    return {"gradient_accumulation_steps": accumulation, "flush": flush}
+
+
+def _bare(model_id: str | None) -> str | None:
+    """Return the id of a model without the prefix of a hub."""
+    if model_id is None:
+        return None
+    return model_id.removeprefix("ms://").removeprefix("hf://")

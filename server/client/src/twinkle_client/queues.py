@@ -1,0 +1,129 @@
+"""The queue of one model on a service: calls have numbers, so that none is carried out twice or out of order."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import twinkle.errors
+from twinkle.logging import get_logger
+from twinkle_client import wire
+from twinkle_client.calls import Answer, Call
+from twinkle_client.errors import (
+    Cancelled,
+    Conflict,
+    ConnectionFailed,
+    OperationFailed,
+    Overloaded,
+    ServiceError,
+    TwinkleClientError,
+)
+from twinkle_client.http import Connection, value_of
+
+_POLL: Final = 25.0
+_TIMEOUT: Final = 60.0
+
+
+class AdapterQueue:
+    """Sends the calls of a model, in the order in which they begin, and waits for their results.
+
+    A request that is repeated has its first number, and the service returns the first result. If a call raised
+    `ConnectionFailed`, nobody knows whether it was carried out: the same call, made again, is sent with the same
+    number; any other call first makes the service give that number up, if it has not been used.
+
+    Args:
+        connection: to the service.
+        route: of the model.
+    """
+
+    def __init__(self, connection: Connection, route: str) -> None:
+        self._connection, self._route = connection, route
+        self._lock = threading.Lock()
+        self._last = 0
+        self._unanswered: dict[int, tuple[str, bytes]] = {}
+
+    def call(self, method: str, body: Mapping[str, Any]) -> Call[Any]:
+        """Make a call and return its value.
+
+        Raises:
+            TwinkleError: what the method raises on the service.
+            OperationFailed: the service failed, or refused the call.
+            TwinkleClientError: see `errors`.
+        """
+        frame = wire.pack(body)
+        number, stale = self._begin(method, frame)
+        for old in stale:
+            yield from self._give_up(old)
+        try:
+            answer = yield from self._connection.exchange(
+                "POST", f"{self._route}/{method}", frame, query={"seq_id": number}, timeout=_TIMEOUT
+            )
+        except (ConnectionFailed, Overloaded, ServiceError):
+            with self._lock:
+                self._unanswered[number] = (method, frame)
+            raise
+        except TwinkleClientError:
+            yield from self._give_up(number)
+            raise
+        return (yield from self._result(method, answer))
+
+    def _begin(self, method: str, frame: bytes) -> tuple[int, list[int]]:
+        """Return the number of a call, and numbers whose calls were not made again."""
+        with self._lock:
+            again = next((n for n, call in self._unanswered.items() if call == (method, frame)), None)
+            stale = [number for number in sorted(self._unanswered) if number != again]
+            self._unanswered.clear()
+            if again is not None:
+                return again, stale
+            self._last += 1
+            return self._last, stale
+
+    def _give_up(self, number: int) -> Call[None]:
+        """Make the service use up a number, unless it has a request."""
+        try:
+            yield from self._connection.request("POST", f"{self._route}/skip", {}, query={"seq_id": number})
+        except Conflict:  # the request had arrived, and was or will be carried out
+            get_logger().warning("a call whose answer was lost (number %d) was carried out by the service", number)
+        except (TwinkleClientError, ConnectionError) as error:
+            get_logger().debug("number %d could not be given up: %s", number, error)
+
+    def _result(self, method: str, answer: Answer) -> Call[Any]:
+        request = answer.headers.get("x-twinkle-request", "")
+        reported = ""
+        while answer.status == 202:
+            state = value_of(answer)
+            reason = f"{state.get('queue_state')}: {state.get('reason')}" if state.get("reason") else ""
+            if reason and reason != reported:
+                get_logger().info("%s waits (%s)", method, reason)
+                reported = reason
+            answer = yield from self._connection.exchange(
+                "GET", f"/futures/{request}", query={"wait": _POLL}, timeout=_TIMEOUT
+            )
+        return outcome_of(value_of(answer))
+
+
+def outcome_of(body: Any) -> Any:
+    """Return the value of an operation that has ended.
+
+    Raises:
+        TwinkleError: the method raised one of `twinkle.errors`.
+        OperationFailed: the operation failed.
+    """
+    if not isinstance(body, dict):
+        raise ServiceError(f"the service returned a {type(body).__name__} instead of a result")
+    if "error" in body and isinstance(body["error"], dict):
+        raise _raised(body["error"])
+    status = body.get("status")
+    if status == "cancelled":
+        raise Cancelled(str(body.get("error")), "user")
+    if status == "failed":
+        raise OperationFailed(str(body.get("error")), str(body.get("category", "unknown")))
+    return body.get("value")
+
+
+def _raised(error: Mapping[str, Any]) -> Exception:
+    """Return the error that a local call raises, by the name of its class."""
+    message = str(error.get("message"))
+    kind = getattr(twinkle.errors, str(error.get("type")), None)
+    if isinstance(kind, type) and issubclass(kind, twinkle.errors.TwinkleError):
+        return kind(message)
+    return OperationFailed(message, "user")

@@ -1,0 +1,30 @@
+"""Rows as they are sent: encoded rows with the fields that a model reads, and conversations as they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.errors import ArgumentError
+
+FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "completion_mask", "loss_scale")
+_DESCRIBING = ("length", "messages", "user_data", "tools", "prompt", "routed_experts")
+
+
+def sendable_rows(inputs: Any) -> Any:
+    """Return a row or a list of rows for a request.
+
+    Raises:
+        ArgumentError: they are neither.
+    """
+    if isinstance(inputs, Mapping):
+        return _sendable(inputs)
+    if not isinstance(inputs, list | tuple):
+        raise ArgumentError(f"inputs must be a row or a list of rows, got a {type(inputs).__name__}")
+    return [_sendable(row) for row in inputs]
+
+
+def _sendable(row: Any) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ArgumentError(f"a row must be a mapping, got a {type(row).__name__}")
+    if "input_ids" not in row:
+        return {name: value for name, value in row.items() if value is not None}
+    return {name: value for name, value in row.items() if name not in _DESCRIBING and value is not None}

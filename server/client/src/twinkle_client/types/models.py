@@ -1,0 +1,91 @@
+"""How a model is created."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from twinkle_client.types.base import Metadata, Name, Number, Request, Seed, Text
+
+
+class LoraConfig(Request):
+    """The adapter of a Tinker model: rank, and what is trained."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 8
+    train_unembed: bool = False
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class AdapterConfig(Request):
+    """The fields of `peft.LoraConfig` that adapters on a shared base model have; the defaults are PEFT's.
+
+    Attributes:
+        r: rank of every pair of matrices.
+        lora_alpha: the low-rank term is scaled by `lora_alpha / r`.
+        lora_dropout: probability, applied to the input of the low-rank term.
+        target_modules: "all-linear", or last names of layers; None is PEFT's choice for this model.
+        train_attn: adapt the projections of attention; this and the next two select layers in place of
+            `target_modules`.
+        train_mlp: adapt the MLPs.
+        train_unembed: adapt the output projection.
+    """
+
+    r: Annotated[int, Field(ge=1, le=1024)] = 8
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8.0
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    target_modules: Literal["all-linear"] | Annotated[list[Name], Field(min_length=1, max_length=256)] | None = None
+    train_attn: bool | None = None
+    train_mlp: bool | None = None
+    train_unembed: bool | None = None
+
+
+class CreateModelRequest(Request):
+    """A new model.
+
+    Attributes:
+        session_id: of the client.
+        model_seq_id: number of the model in its session, which identifies a retry.
+        base_model: name of the served model; None is the one that is served.
+        config: of the adapter; None with a checkpoint.
+        checkpoint: a `twinkle://` path whose adapter is loaded.
+        load_optimizer: load the optimizer, too.
+        gradient_accumulation_steps: number of backward calls for each step.
+        seed: of the first weights and of dropout; None draws one.
+        user_metadata: kept with the training run.
+    """
+
+    session_id: Name
+    model_seq_id: Number
+    base_model: Text | None = None
+    config: AdapterConfig | None = None
+    checkpoint: Text | None = None
+    load_optimizer: bool = False
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
+    seed: Seed | None = None
+    user_metadata: Metadata | None = None
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return a `peft.LoraConfig`, or a mapping of its fields, as fields of `AdapterConfig` that differ from PEFT's.
+
+    Fields of the class that have PEFT's default are left out; all others are sent, so that the service can refuse them.
+    """
+    fields = dict(config) if isinstance(config, dict) else dict(vars(config))
+    if isinstance(config, dict):
+        return fields
+    defaults = vars(type(config)())
+    changed = {name: value for name, value in fields.items() if value != defaults.get(name)}
+    return {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in changed.items()
+        if name not in _WITHOUT_EFFECT
+    }
+
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "runtime_config",
+    }
+)  # fmt: skip
+"""Fields of `peft.LoraConfig` that do not affect the weights."""

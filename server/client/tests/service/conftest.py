@@ -1,0 +1,43 @@
+"""A service on a tiny model in processes of its own, and a local model of the same weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from serving import Served, pool
+
+from twinkle.testing import tiny_model
+from twinkle_client import TwinkleClient
+from twinkle_transformers.pool.multi import MultiLoraTransformersModel as LocalModel
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    return tiny_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Served]:
+    """A running service."""
+    torch.set_num_threads(1)
+    served = pool(tmp_path_factory.mktemp("service") / "data", base, {"times": {"snapshot": 0.5}, "name": "tiny"})
+    served.start()
+    try:
+        yield served
+    finally:
+        served.kill()
+
+
+@pytest.fixture
+def client(service: Served) -> Iterator[TwinkleClient]:
+    """A client of the service."""
+    with TwinkleClient(service.url, retry_seconds=30.0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def local(base: Path) -> LocalModel:
+    """The same base model in this process."""
+    return LocalModel(model_id=str(base), mixed_precision="no")

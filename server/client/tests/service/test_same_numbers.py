@@ -1,0 +1,116 @@
+"""One script, run on a local model and through the client: the numbers are the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twinkle_client import MultiLoraTransformersModel, TwinkleClient
+
+CONFIG = {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": "all-linear"}
+Script = Callable[[Any], list[Any]]
+
+
+def rows(seed: int, *lengths: int) -> list[dict[str, Any]]:
+    """Return rows of random tokens, each the label of the one before; the first two of a row are not trained."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        tokens = draw.integers(5, 200, length + 1)
+        labels = np.concatenate([[-100, -100], tokens[3:-1], [-100]])
+        made.append({"input_ids": tokens[:-1].tolist(), "labels": labels.tolist()})
+    return made
+
+
+def numbers(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, np.float64)
+
+
+def supervised(model: Any) -> list[Any]:
+    """Accumulation over two backward calls, a scheduler, and the default metrics."""
+    model.add_adapter_to_model("a", CONFIG, gradient_accumulation_steps=2, seed=7)
+    model.set_optimizer("AdamW", lr=1e-2, weight_decay=0.1, adapter_name="a")
+    model.set_lr_scheduler("CosineWarmupScheduler", num_warmup_steps=1, num_training_steps=4, adapter_name="a")
+    seen: list[Any] = []
+    for step in range(6):
+        output = model.forward_backward(inputs=rows(step, 12, 7, 9), adapter_name="a", micro_batch_size=2)
+        seen += [output["loss"], output["logps"], output["num_tokens"]]
+        model.clip_grad_and_step(adapter_name="a")
+        if step % 2:
+            metrics = model.calculate_metric(is_training=True, adapter_name="a")
+            seen += [metrics[name] for name in ("loss", "grad_norm", "accuracy", "learning rate", "iters")]
+    model.forward_backward(inputs=rows(9, 5), adapter_name="a")
+    model.clip_grad_and_step(adapter_name="a", flush=True)
+    model.forward_only(inputs=rows(50, 8, 8), adapter_name="a")
+    seen.append(model.calculate_loss(adapter_name="a"))
+    seen += [model.calculate_metric(is_training=False, adapter_name="a")["loss"]]
+    return [*seen, *model.get_state_dict(adapter_name="a").values()]
+
+
+def single_calls(model: Any) -> list[Any]:
+    """Every call on its own: forward, loss, backward, clipping, step, clearing, schedule."""
+    model.add_adapter_to_model("a", CONFIG, seed=3)
+    model.set_loss("CrossEntropyLoss", adapter_name="a")
+    model.set_optimizer("SGD", lr=0.1, momentum=0.9, adapter_name="a")
+    model.set_lr_scheduler("StepLR", step_size=1, gamma=0.5, adapter_name="a")
+    model.set_processor("InputProcessor", padding_side="left", adapter_name="a")
+    seen: list[Any] = []
+    for step in range(3):
+        seen.append(model.forward(inputs=rows(step, 6, 11), adapter_name="a")["logps"])
+        seen.append(model.calculate_loss(adapter_name="a"))
+        model.backward(adapter_name="a")
+        seen.append(model.clip_grad_norm(0.5, adapter_name="a"))
+        model.step(adapter_name="a")
+        model.zero_grad(adapter_name="a")
+        model.lr_step(adapter_name="a")
+        seen.append(model.calculate_metric(is_training=True, adapter_name="a")["learning rate"])
+    return [*seen, *model.get_state_dict(adapter_name="a").values()]
+
+
+def preferences(model: Any) -> list[Any]:
+    """DPO whose reference is the same model without the adapter."""
+    model.add_adapter_to_model("a", CONFIG | {"lora_dropout": 0.0}, seed=5)
+    model.set_loss("DPOLoss", beta=0.3, adapter_name="a")
+    model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+    model.add_metric("DPOMetric", beta=0.3, is_training=True, adapter_name="a")
+    seen: list[Any] = []
+    for step in range(3):
+        pairs = rows(step, 9, 6, 8, 8)
+        reference = model.forward_only(inputs=pairs, disable_lora=True, adapter_name="a")
+        output = model.forward_backward(inputs=pairs, ref_outputs={"logps": reference["logps"]}, adapter_name="a")
+        model.clip_grad_and_step(adapter_name="a")
+        metrics = model.calculate_metric(is_training=True, adapter_name="a")
+        seen += [reference["logps"], output["loss"], metrics["rewards/margins"], metrics["rewards/accuracies"]]
+    return seen
+
+
+def policy(model: Any) -> list[Any]:
+    """GRPO with ragged log-probabilities of a sampler, and one advantage a row."""
+    model.add_adapter_to_model("a", CONFIG, seed=5)
+    model.set_loss("GRPOLoss", epsilon=0.2, beta=0.04, adapter_name="a")
+    model.set_optimizer("Adam", lr=1e-2, adapter_name="a")
+    model.add_metric("GRPOMetric", is_training=True, adapter_name="a")
+    draw = np.random.default_rng(0)
+    seen: list[Any] = []
+    for step in range(3):
+        batch = rows(step, 9, 6, 8, 8)
+        old = [draw.normal(-5.0, 0.5, sum(label != -100 for label in row["labels"])).tolist() for row in batch]
+        reference = model.forward_only(inputs=batch, disable_lora=True, adapter_name="a")
+        output = model.forward_backward(
+            inputs=batch, old_logps=old, advantages=[1.0, -1.0, 0.5, -0.5], ref_logps=reference["logps"],
+            temperature=0.8, adapter_name="a",
+        )  # fmt: skip
+        model.clip_grad_and_step(1.0, adapter_name="a")
+        metrics = model.calculate_metric(is_training=True, adapter_name="a")
+        seen += [output["loss"], metrics["train/approx_kl"], metrics["train/clip_ratio"], metrics["grad_norm"]]
+    return seen
+
+
+@pytest.mark.parametrize("script", [supervised, single_calls, preferences, policy], ids=lambda script: script.__name__)
+def test_a_script_gives_the_same_numbers_on_a_service(script: Script, client: TwinkleClient, local: Any) -> None:
+    here = script(local)
+    there = script(MultiLoraTransformersModel(client=client))
+    assert len(here) == len(there)
+    for one, other in zip(here, there, strict=True):
+        np.testing.assert_allclose(numbers(other), numbers(one), rtol=1e-6, atol=1e-6)

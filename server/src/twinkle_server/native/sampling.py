@@ -1,0 +1,214 @@
+"""Endpoints for sampling: sessions, and prompts whose sequences are returned together."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle.errors import TwinkleError
+from twinkle_client import types
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.native.state import Named
+from twinkle_server.errors import BadRequest, Gone
+from twinkle_server.ids import CheckpointPath, sampler_id
+from twinkle_server.native.bodies import call_schema, frame_response, read_body
+from twinkle_server.operations import Accepted, Future, Sample, Submission
+from twinkle_server.requests import json_response
+from twinkle_server.store.records import Sampler
+from twinkle_server.tinker.models import check_base
+from twinkle_server.tinker.sampling import check_sample
+
+router = APIRouter()
+_WAIT: Final = 20.0
+"""Seconds for which the response waits; the client repeats its request until all sequences are complete."""
+
+
+@router.post("/samplers", openapi_extra=call_schema(types.SamplerRequest))
+async def create_sampler(request: Request) -> Response:
+    """Create a sampling session of the base model or of a checkpoint."""
+    caller, state = caller_of(request), app_state_of(request)
+    body = await read_body(request, types.SamplerRequest)
+    check_base(state, body.base_model)
+    name = sampler_id(body.session_id, body.sampler_seq_id)
+    base = state.service.info.name
+    sampler = Sampler(name, caller.tenant, body.session_id, body.sampler_seq_id, base, now())
+    if body.adapter_uri is not None:
+        path = CheckpointPath.parse(body.adapter_uri)
+        checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
+        check_base(state, checkpoint.base)
+        if path.kind != "sampler_weights":
+            raise BadRequest(f"adapter_uri must be a checkpoint for sampling, got {path.twinkle}; save one with "
+                             "is_sampler=True")  # fmt: skip
+        sampler.path, sampler.folder = str(path), checkpoint.folder
+    await state.store.samplers.create(sampler)
+    return json_response({"sampler_id": name})
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt: its operation, and the encoded row that new tokens are appended to."""
+
+    submission: Submission
+    row: Any
+
+
+@router.post("/samplers/{sampler_id}/sample", openapi_extra=call_schema(types.SampleRequest))
+async def sample(request: Request) -> Response:
+    """Sample sequences for prompts; 202 while some are not complete, and the same request again waits for them."""
+    caller, state = caller_of(request), app_state_of(request)
+    sampler = await state.sampler(caller, request.path_params["sampler_id"])
+    if sampler.ended is not None:
+        raise Gone(f"sampling session {sampler.id!r} has ended")
+    body = await read_body(request, types.SampleRequest)
+    if not 1 <= len(body.inputs) <= state.settings.limits.datums:
+        raise BadRequest(
+            f"inputs must have between 1 and {state.settings.limits.datums} prompts, got {len(body.inputs)}"
+        )
+    if body.options.num_samples > state.settings.limits.samples:
+        raise BadRequest(f"num_samples must be at most {state.settings.limits.samples}, got {body.options.num_samples}")
+    with _ClientErrors():
+        prompts = await asyncio.to_thread(_prompts, state, caller, sampler, body)
+    accepted = await asyncio.gather(*(state.service.submit(prompt.submission) for prompt in prompts))
+    futures = await _wait(state, caller, accepted)
+    if any(future.status == "pending" for future in futures):
+        queue_state, reason = state.service.queue_state(sampler.id)
+        done = sum(future.status != "pending" for future in futures)
+        pending = {"status": "pending", "queue_state": queue_state, "done": done, "total": len(futures)}
+        return json_response(pending | ({"reason": reason} if reason else {}), 202)
+    for index, future in enumerate(futures):
+        if future.status != "done" or future.result is None:
+            error = "the request was cancelled" if future.status == "cancelled" else future.error
+            where = f"input {index}: " if len(futures) > 1 else ""
+            return json_response({"status": "failed", "error": f"{where}{error}", "category": future.category})
+    with _ClientErrors():
+        results = await asyncio.to_thread(_results, state, body, prompts, futures)
+    return frame_response({"value": results})
+
+
+async def _wait(state: AppState, caller: Caller, accepted: list[Accepted]) -> list[Future]:
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + min(_WAIT, state.settings.times.poll)
+    return [await state.service.wait(one.request, caller.tenant, max(0.0, ends - loop.time())) for one in accepted]
+
+
+class _ClientErrors(contextlib.AbstractContextManager[None]):
+    """Raises errors that the client's rows or options caused as responses."""
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if isinstance(error, UserError | TwinkleError):
+            raise BadRequest(str(error)) from error
+
+
+def _prompts(state: AppState, caller: Caller, sampler: Sampler, body: types.SampleRequest) -> list[_Prompt]:
+    named = _template_of(body)
+    content = body.model_dump_json(exclude={"inputs"}).encode()
+    prompts = []
+    for index, given in enumerate(body.inputs):
+        row, tokens = _encoded(state, named, index, given)
+        payload = _sample(sampler, body.options, tokens, index)
+        try:
+            cost = check_sample(payload, state.service.info.context)
+        except ValueError as error:
+            raise UserError(f"input {index}: {error}") from error
+        original = content + repr(tokens).encode()
+        number = body.seq_id + index
+        submission = Submission(
+            caller.tenant, sampler.id, "sample", payload.dump(), number, tokens=cost, original=original
+        )
+        prompts.append(_Prompt(submission, row))
+    return prompts
+
+
+def _template_of(body: types.SampleRequest) -> Named | None:
+    return None if body.template is None else (body.template, body.template_options)
+
+
+def _encoded(state: AppState, named: Named | None, index: int, given: Any) -> tuple[Any, list[int]]:
+    """Return the row of a prompt, and its tokens."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"input {index} must be a mapping with input_ids or messages, got a {type(given).__name__}")
+    row = given
+    if "input_ids" not in given:
+        row = state.templates.get(named).encode(dict(given), add_generation_prompt=True)
+    tokens = [int(token) for token in row["input_ids"]]
+    vocabulary = state.service.info.vocabulary
+    wrong = [token for token in tokens if not 0 <= token < vocabulary] if vocabulary else []
+    if not tokens or wrong:
+        found = wrong[0] if wrong else "none"
+        raise UserError(f"input {index} must have tokens between 0 and {vocabulary - 1}, got {found}")
+    return row, tokens
+
+
+def _sample(sampler: Sampler, options: types.SamplingOptions, tokens: list[int], index: int) -> Sample:
+    alternatives = 0 if options.logprobs is None or options.logprobs < 2 else options.logprobs
+    return Sample(
+        tokens,
+        options.num_samples,
+        source=None if sampler.inflight else sampler.folder,
+        inflight=sampler.inflight,
+        max_tokens=None if options.max_tokens is None else max(1, options.max_tokens),
+        seed=secrets.randbits(48) if options.seed is None else options.seed + index * options.num_samples,
+        stop=[options.stop] if isinstance(options.stop, str) else options.stop,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        prompt_logprobs=bool(options.prompt_logprobs),
+        topk_prompt_logprobs=options.prompt_logprobs or 0,
+        topk_sample_logprobs=alternatives,
+    )
+
+
+def _results(
+    state: AppState, body: types.SampleRequest, prompts: list[_Prompt], futures: list[Future]
+) -> list[dict[str, Any]]:
+    return [_result(state, body, prompt, future) for prompt, future in zip(prompts, futures, strict=True)]
+
+
+def _result(state: AppState, body: types.SampleRequest, prompt: _Prompt, future: Future) -> dict[str, Any]:
+    from twinkle_server.wire.codec import read_sample_response
+
+    texts, scores = read_sample_response(future.result or b"")
+    tokens = [int(token) for token in prompt.row["input_ids"]]
+    result: dict[str, Any] = {"prompt_token_ids": tokens, "sequences": []}
+    if scores.logprobs is not None:
+        result["prompt_logprobs"] = [None, *scores.logprobs[1:].tolist()]
+    if scores.topk is not None:
+        result["topk_prompt_logprobs"] = _pairs(scores.topk)
+    if body.options.max_tokens != 0:
+        result["sequences"] = [_sequence(state, body, prompt.row, text) for text in texts]
+    return result
+
+
+def _sequence(state: AppState, body: types.SampleRequest, row: Any, text: Any) -> dict[str, Any]:
+    tokens = text.tokens.tolist()
+    sequence: dict[str, Any] = {"stop_reason": text.stop, "tokens": tokens}
+    if body.options.logprobs:
+        drawn = [[(token, logprob)] for token, logprob in zip(tokens, text.logprobs.tolist(), strict=True)]
+        if text.topk is not None:
+            drawn = [
+                (own + [pair for pair in more or () if pair[0] != own[0][0]])[: body.options.logprobs]
+                for own, more in zip(drawn, _pairs(text.topk), strict=True)
+            ]
+        sequence["logprobs"] = drawn
+    if body.template is None and not state.service.info.tokenizer:
+        return sequence
+    template = state.templates.get(_template_of(body))
+    sequence["decoded"] = template.decode(tokens, skip_special_tokens=True)
+    sequence["new_input_feature"] = dict(template.concat_input_feature(dict(row), tokens))
+    return sequence
+
+
+def _pairs(topk: Any) -> list[list[tuple[int, float]] | None]:
+    """Return alternatives as pairs of token and log-probability, for each position; None where there are none."""
+    from twinkle_server.wire.codec import EMPTY_LOGPROB
+
+    pairs: list[list[tuple[int, float]] | None] = []
+    for ids, logprobs in zip(topk.tokens.tolist(), topk.logprobs.tolist(), strict=True):
+        valid = [(token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if logprob != EMPTY_LOGPROB]
+        pairs.append(valid or None)
+    return pairs
