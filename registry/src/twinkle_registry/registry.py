@@ -81,6 +81,7 @@ class Registry:
         self._satisfied: set[ComponentSpec] = set()
         self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
+        self._allows: Callable[[ComponentSpec], bool] | None = None
 
     # Plugins and names
 
@@ -321,6 +322,8 @@ class Registry:
         contract = self.contract(kind)
         if not isinstance(x, str | ComponentSpec):
             return check_contract(x, contract, context=f"the {kind}")
+        if self._allows is not None:
+            self._check_allowed(x, kind, self._allows)
         resolved = (
             self._resolved
         )  # `_plugins_changed` replaces this dict: a component that is being resolved meanwhile goes to the old one
@@ -399,6 +402,26 @@ class Registry:
         from .view import RegistryView
 
         return RegistryView(self, allow)
+
+    def confine(self, allows: Callable[[ComponentSpec], bool]) -> None:
+        """From now on, resolve only names of installed components that are allowed; code by path or from a hub is not.
+
+        This holds for every string, also for those that components resolve themselves. It cannot be undone: a process
+        that handles requests of tenants calls it before the first one.
+
+        Args:
+            allows: Whether a component may be used.
+        """
+        with self._lock:
+            self._allows = allows
+            self._resolved = {}
+
+    def _check_allowed(self, x: str | ComponentSpec, kind: str, allows: Callable[[ComponentSpec], bool]) -> None:
+        if isinstance(x, str) and parse_reference(x, kind).form != "name":
+            raise NotTrusted(f"{kind} {x!r}: only names of installed components are allowed here")
+        spec = self.find(x, kind) if isinstance(x, str) else x
+        if not allows(spec):
+            raise NotTrusted(f"{kind} {x!r}: {spec.dist} does not declare it safe for tenants of a service")
 
     # Lifecycle
 

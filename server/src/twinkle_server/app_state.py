@@ -8,8 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 
 from twinkle_server.checkpoints.links import Links
+from twinkle_server.data.resources import DataResources
 from twinkle_server.engine.native.templates import Templates
 from twinkle_server.errors import NotFound, Unavailable
+from twinkle_server.hub_uploads.uploads import HubUploads
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.checkpoints import Checkpoints
@@ -108,6 +110,8 @@ class AppState:
         links: creates signed links; None if downloads are disabled.
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
+        data: data resources; None if the service does not offer any.
+        uploads: uploads to hubs; None if the service does not offer them.
         templates: encode conversations for sampling.
     """
 
@@ -117,6 +121,8 @@ class AppState:
     links: Links | None = None
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
+    data: DataResources | None = None
+    uploads: HubUploads | None = None
     templates: Templates = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from twinkle_server import ports
 from twinkle_server.app_state import AppState, Records
 from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.data import routes as data_routes
+from twinkle_server.data.serving import data_resources
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
+from twinkle_server.hub_uploads import routes as upload_routes
+from twinkle_server.hub_uploads.serving import hub_uploads
 from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
 from twinkle_server.native import routes as native
@@ -61,6 +65,13 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     async def status() -> dict[str, Any]:
         return await service.status()
 
+    data, uploads = data_resources(settings, store), hub_uploads(settings, store)
+    application.state.state.data, application.state.state.uploads = data, uploads
+    service.janitor.add("data resources", min(10.0, settings.times.session / 4), data.sweep)
+    service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
+    add_routes(application.router, data_routes.router, NATIVE)
+    add_routes(application.router, upload_routes.router, NATIVE)
+    metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
     add_routes(application.router, health_routes(service.ready, status, metrics, access))
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
@@ -151,6 +162,8 @@ class ErrorMiddleware:
 
 
 PREFIX = "/api/v1"
+NATIVE = "/twinkle"
+_UPLOADS = 2.0  # seconds
 # Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
 
@@ -171,7 +184,8 @@ def all_routes() -> APIRouter:
 
 
 def _service_error(_request: Request, error: Any) -> Response:
-    response = json_response({"detail": error.message}, error.status)
+    kind = {} if error.kind is None else {"error": error.kind}
+    response = json_response({"detail": error.message, **kind}, error.status)
     if isinstance(error, Busy):
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, SequenceConflict):

@@ -15,9 +15,11 @@ class ServiceError(Exception):
     Attributes:
         status: HTTP status of the response.
         message: for the client, without secrets, paths and tracebacks.
+        kind: name of the class in `twinkle.errors` that a local call raises; None if there is none.
     """
 
     status = 500
+    kind: str | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

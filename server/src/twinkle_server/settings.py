@@ -7,6 +7,9 @@ from typing import Any
 
 import orjson
 
+from twinkle_server.data.limits import DataLimits
+from twinkle_server.hub_uploads.limits import UploadLimits
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -125,6 +128,8 @@ class Settings:
         accept_base: serve the model although the adapters in the directory were trained on another one.
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.
+        datasets: data resources, see `DataLimits`.
+        uploads: uploads to hubs, see `UploadLimits`.
         extra: additional options of the engine.
     """
 
@@ -149,6 +154,8 @@ class Settings:
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
+    datasets: DataLimits = field(default_factory=DataLimits)
+    uploads: UploadLimits = field(default_factory=UploadLimits)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -171,5 +178,12 @@ class Settings:
             in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
+            datasets=DataLimits(**_with_tuple(fields.pop("datasets"), "hubs")),
+            uploads=UploadLimits(**_with_tuple(fields.pop("uploads"), "hubs")),
             **fields,
         )
+
+
+def _with_tuple(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return fields of JSON in which one list is a tuple again."""
+    return {**fields, name: tuple(fields[name])}

@@ -22,9 +22,11 @@ class TwinkleClientError(TwinkleError):
 
     Attributes:
         status: HTTP status of the answer; None without one.
+        kind: name of the class in `twinkle.errors` that a local call raises; None if the service named none.
     """
 
     status: int | None = None
+    kind: str | None = None
 
 
 class WireError(TwinkleClientError, ValueError):
@@ -97,8 +99,8 @@ _BY_STATUS: dict[int, type[TwinkleClientError]] = {
 }
 
 
-def error_of(status: int, message: str) -> TwinkleClientError:
+def error_of(status: int, message: str, kind: str | None = None) -> TwinkleClientError:
     """Return the error of an HTTP answer."""
     error = _BY_STATUS.get(status, ServiceError)(message)
-    error.status = status
+    error.status, error.kind = status, kind
     return error

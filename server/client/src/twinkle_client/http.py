@@ -292,11 +292,12 @@ def _retry_after(answer: Answer) -> float:
 
 
 def _error(answer: Answer) -> Exception:
-    message = ""
+    message, kind = "", None
     with contextlib.suppress(ValueError, AttributeError):
-        detail = json.loads(answer.content).get("detail")
+        body = json.loads(answer.content)
+        detail, kind = body.get("detail"), body.get("error")
         message = detail if isinstance(detail, str) else json.dumps(detail)
-    return error_of(answer.status, message or f"the service answered with HTTP status {answer.status}")
+    return error_of(answer.status, message or f"the service answered with HTTP status {answer.status}", kind)
 
 
 def _answer(response: "httpx.Response") -> Answer:

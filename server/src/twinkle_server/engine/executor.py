@@ -26,6 +26,7 @@ from twinkle.engine import (
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
+from twinkle_server.engine.exports import WithExport
 from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.native.models import Finish, NativeModels
@@ -139,7 +140,8 @@ class Models:
                 copies.append(self._engine.snapshot(model.ref, gradient=False))
             copied = self.native.checkpoint(queue_id, model.spec, save.consumed, *copies)
         elif save.kind == "weights":  # training that starts from it has no pending gradients
-            copied = self._engine.snapshot(model.ref, gradient=False)
+            state = self._engine.snapshot(model.ref, gradient=False)
+            copied = WithExport(state, self._engine.export(model.ref, self._base))
         elif save.kind in ("sampler_weights", "external_weights"):
             copied = self._engine.export(model.ref, self._base)
         else:

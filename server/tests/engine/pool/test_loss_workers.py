@@ -19,16 +19,16 @@ import rogue_plugin
 import torch
 from server_pool import Bench, answer, datum, drawn, request
 
-import twinkle_server.engine.losses.workers.child
 import twinkle_server.engine.losses.workers.workers
+import twinkle_server.workers.child
 from twinkle import registry
 from twinkle_server.engine.errors import UserError, failed, is_passing
 from twinkle_server.engine.executor import Pass
-from twinkle_server.engine.losses.workers.child import Child, Ended
-from twinkle_server.engine.losses.workers.frames import pack
+from twinkle_server.engine.losses.workers.frames import TensorFrames, pack
 from twinkle_server.engine.losses.workers.workers import LossWorkers, WorkerLimits
 from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.engine.queues import Task
+from twinkle_server.workers.child import Child, Ended
 
 SECONDS = 4.0
 MEMORY = 128 * 2**20
@@ -392,12 +392,12 @@ while time.monotonic() < end:
 
 @pytest.mark.full
 def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
-    monkeypatch.setattr(twinkle_server.engine.losses.workers.child, "_TRANSFER", 0.5)
+    monkeypatch.setattr(twinkle_server.workers.child, "_TRANSFER", 0.5)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", FLOOD, str(theirs.fileno()), pack({"id": 1}).hex()]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        child = Child(ours, None, MEMORY, process.kill)
+        child = Child(ours, None, MEMORY, TensorFrames(), process.kill)
         with pytest.raises(Ended, match="did not answer in time") as late:
             child.receive(time.monotonic() + 0.5, lambda frame: frame["id"] == 2)
         child.end()
@@ -407,13 +407,13 @@ def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
 @pytest.mark.full
 def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     ours, theirs = socket.socketpair()
-    child = Child(ours, None, MEMORY)
+    child = Child(ours, None, MEMORY, TensorFrames())
     values = torch.zeros(2**18 + 64)
     theirs.sendall(pack({"values": values})[:64])
     with pytest.raises(Ended, match="returned an invalid loss"):
         child.receive(time.monotonic() + 60.0)
     ours, theirs = socket.socketpair()
-    child = Child(ours, None, MEMORY)
+    child = Child(ours, None, MEMORY, TensorFrames())
     frame = pack({"values": values})
 
     def echo() -> None:

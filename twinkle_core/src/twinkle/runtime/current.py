@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.errors import ArgumentError, ComponentNotFound, RequirementMissing
@@ -11,10 +11,9 @@ from twinkle.runtime.base import Runtime, RuntimeOptions
 
 _MISSING = {
     "ray": "the package twinkle-ray, which provides it, is not available yet in this version",
-    "http": "this version has no runtime of that name, in twinkle-server either. To train over HTTP, start "
-    "`twinkle serve MODEL` (package twinkle-server) and use the Tinker SDK with its base_url",
+    "http": "the package twinkle-client, which provides it, is not installed; run: pip install twinkle-client",
 }
-"""Published modes that no package provides yet, with the reason."""
+"""Published modes that other packages provide, with what to do where they are absent."""
 _current: Runtime | None = None
 
 
@@ -39,12 +38,13 @@ def initialize(
     lazy_collect: bool = True,
     name: str | None = None,
     notifier: Any = None,
+    **runtime_options: Any,
 ) -> None:
     """Choose where components live, and seed every random generator. Call it once, before you build components.
 
     Args:
-        mode: `local` (this process, or torchrun's ranks), or any other installed component of kind `runtime`. `ray` and
-            `http` are published modes that no package of this version provides.
+        mode: `local` (this process, or torchrun's ranks); `http` (a service; package twinkle-client); or any other
+            installed component of kind `runtime`. `ray` is a published mode that no package of this version provides.
         nproc_per_node: worker processes on each machine; only runtimes that start processes use it.
         ncpu_proc_per_node: CPU worker processes on each machine; likewise.
         seed: of Python, numpy and torch, on every rank the same.
@@ -56,6 +56,7 @@ def initialize(
         notifier: receives a message when a run or the script fails: a component of kind `notifier` in any form of
             component argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
             `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list sends no messages.
+        **runtime_options: of the runtime: `base_url` and `api_key` of `http`.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
@@ -77,9 +78,9 @@ def initialize(
         name=name or os.environ.get("TWINKLE_NAME", "").strip() or None,
         notifier=notifiers[0] if len(notifiers) == 1 else tuple(notifiers) or None,
     )
-    runtime = _runtime(mode)
+    runtime = _runtime(mode, runtime_options)
     before = _current
-    if before is not None and type(before) is type(runtime):
+    if before is not None and type(before) is type(runtime) and not runtime_options:
         runtime = before  # it knows what it has acquired
     old = None if before is None or before.mesh is None else before.options
     if notifiers or "watch" in registry().exports("twinkle.notifier"):
@@ -130,11 +131,11 @@ def is_master() -> bool:
     return Platform.is_master()
 
 
-def _runtime(mode: Any) -> Runtime:
+def _runtime(mode: Any, runtime_options: Mapping[str, Any]) -> Runtime:
     from twinkle._registry import registry
 
     try:
-        runtime: Runtime = registry().build(mode, "runtime")
+        runtime: Runtime = registry().build(mode, "runtime", **runtime_options)
     except ComponentNotFound as error:
         if mode not in _MISSING:
             raise

@@ -4,7 +4,6 @@ Nothing is unpickled, so that a plugin in a worker can send only data.
 """
 
 import json
-import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import ArgumentError
+from twinkle_server.workers.framing import HEADER, BadFrame
 
-HEADER: Final = struct.Struct("<IQ")
-"""Bytes of the JSON text, and bytes of the tensors."""
 _ALIGNED: Final = 16
 _TENSOR, _ARRAY, _MAPPING = "tensor", "array", "mapping"
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -25,10 +23,6 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
         torch.uint8, torch.bool,
     )
 }  # fmt: skip
-
-
-class BadFrame(Exception):
-    """The received bytes are not a valid frame."""
 
 
 def pack(head: Mapping[str, Any]) -> bytes:
@@ -53,6 +47,20 @@ def unpack(text: bytes | bytearray, body: bytearray) -> dict[str, Any]:
         return {key: _unpacked(value, body) for key, value in fields.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
         raise BadFrame(f"{type(error).__name__}: {error}") from error
+
+
+class TensorFrames:
+    """Frames with tensors; see `framing.Frames`."""
+
+    invalid = "returned an invalid loss"
+
+    def pack(self, head: Mapping[str, Any]) -> bytes:
+        """See `pack`."""
+        return pack(head)
+
+    def unpack(self, text: bytes, body: bytearray) -> dict[str, Any]:
+        """See `unpack`."""
+        return unpack(text, body)
 
 
 class _Body:

@@ -7,10 +7,6 @@ import inspect
 import itertools
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,8 +25,9 @@ from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.engine.losses.workers.calls import fields_of
-from twinkle_server.engine.losses.workers.child import Child, Ended, more_memory
-from twinkle_server.environment import scrubbed
+from twinkle_server.engine.losses.workers.frames import TensorFrames
+from twinkle_server.workers.child import Child, Ended, more_memory
+from twinkle_server.workers.starting import start_first
 
 _NOT_SENT: Final = ("logits", "embeddings", "aux_loss", "routed_experts")
 """Outputs that are not sent, because they are as large as the model's own tensors or not used by losses on labels."""
@@ -169,10 +166,6 @@ _log = logging.getLogger(__name__)
 _MODULE: Final = "twinkle_server.engine.losses.workers.process"
 _PAUSE: Final = 30.0
 """Seconds until the failed import of a plugin is retried."""
-_NO_DEVICES: Final = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
-"""Losses get CPU tensors; a context on a device would take memory of the model."""
-_ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Processes with threads cannot be forked safely; `torch.set_num_threads` sets the number for each call."""
 _CLIENTS: Final = (
     "ArgumentError",
     "DataError",
@@ -489,29 +482,5 @@ def what_of(spec: ComponentSpec) -> str:
 
 
 def _first() -> Child:
-    """Start the process from which all others are forked, with one inherited socket and without secrets."""
-    ours, theirs = socket.socketpair()
-    try:
-        environment = scrubbed(os.environ) | _NO_DEVICES | _ONE_THREAD
-        environment.pop("FAILPOINT", None)
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-
-    def ended() -> int | None:
-        try:
-            return process.wait(3.0)  # it ends when its socket is closed
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-
-    child = Child(ours, None, 0, ended)
-    child.pid = process.pid
-    return child
+    """Start the process from which all others are forked."""
+    return start_first(_MODULE, TensorFrames())

@@ -1,4 +1,4 @@
-"""The engine's end of a worker process: frames with deadlines, memory limit, and exit status."""
+"""The service's end of a worker process: frames with deadlines, memory limit, and exit status."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from twinkle_server.engine.losses.workers.frames import HEADER, BadFrame, pack, unpack
+from twinkle_server.workers.framing import HEADER, BadFrame, Frames
 
 _TICK: Final = 0.05
 """Seconds between two checks of the memory of a process that computes."""
@@ -44,20 +44,23 @@ class Child:
         link: socket to the process, which has the other end.
         parent: the process that forks it and reaps it; None for the first, which the engine starts itself.
         memory: limit for its resident memory in bytes, beyond that at its start.
+        frames: reads and writes frames.
         started: ends the first process, and returns its exit status.
+        most_body: limit for the body of a response in bytes, unless a larger request was sent.
     """
 
     def __init__(
-        self, link: socket.socket, parent: "Child | None", memory: int,
-        started: Callable[[], int | None] | None = None,
+        self, link: socket.socket, parent: "Child | None", memory: int, frames: Frames,
+        started: Callable[[], int | None] | None = None, most_body: int = _LEAST_BODY,
     ) -> None:  # fmt: skip
         link.setblocking(False)
         self._link, self._parent, self._memory, self._started = link, parent, memory, started
+        self._codec = frames
         self._out = memoryview(b"")
         self._in = bytearray()
         self._frames: list[dict[str, Any]] = []
         self._base: int | None = None
-        self._most_body = _LEAST_BODY
+        self._most_body = most_body
         self.pid: int | None = None
         self.ended = False
 
@@ -76,7 +79,7 @@ class Child:
             raise
         finally:
             theirs.close()
-        return cls(ours, parent, memory)
+        return cls(ours, parent, memory, parent._codec, most_body=parent._most_body)
 
     def send(self, request: Mapping[str, Any], until: float, descriptor: int | None = None) -> None:
         """Send a frame.
@@ -84,7 +87,7 @@ class Child:
         Raises:
             Ended: the process has ended, or does not accept the frame in time.
         """
-        frame = memoryview(pack(request))
+        frame = memoryview(self._codec.pack(request))
         self._most_body = max(self._most_body, len(frame))
         if descriptor is not None:
             self._pump(until, lambda: False, once=True)
@@ -222,14 +225,16 @@ class Child:
         while len(self._in) >= HEADER.size:
             text, body = HEADER.unpack_from(self._in)
             if text > _MOST_TEXT or body > self._most_body:
-                raise Ended("returned an invalid loss")
+                raise Ended(self._codec.invalid)
             end = HEADER.size + text + body
             if len(self._in) < end:
                 return
             try:
-                frame = unpack(bytes(self._in[HEADER.size : HEADER.size + text]), self._in[end - body : end])
+                frame = self._codec.unpack(
+                    bytes(self._in[HEADER.size : HEADER.size + text]), self._in[end - body : end]
+                )
             except BadFrame as error:
-                raise Ended("returned an invalid loss") from error
+                raise Ended(self._codec.invalid) from error
             self._frames.append(frame)
             del self._in[:end]
 

@@ -1,0 +1,1 @@
+"""Starts the service from the published configuration file (`applications:`)."""
