@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from twinkle.errors import ConfigError
+from twinkle_server.cli.serve import effective, parameter_of, settings_options
 from twinkle_server.errors import ServiceError, StoreError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _data = click.option(
     "--data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     required=True,
+    envvar="TWINKLE_SERVE_DATA",
     help="Folder of the service.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -32,7 +35,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 @click.group("server", context_settings=_NAMES)
 def main() -> None:
-    """Manage a training service: keys, status, and the content of its folder."""
+    """Manage a training service: keys, status, settings, backups, and the content of its folder."""
 
 
 @main.group(context_settings=_NAMES)
@@ -223,15 +226,54 @@ _hours = click.option(
 )
 
 
+@main.command("print", context_settings=_NAMES)
+@settings_options
+@_json
+@click.pass_context
+def print_settings(context: click.Context, /, as_json: bool, **_values: Any) -> None:
+    """Print the effective settings of `twinkle serve` with these arguments, and where each one comes from.
+
+    The output is a configuration file. Secrets are not shown.
+    """
+    from twinkle_server.configuration import describe, render
+
+    found = effective(context, partial=True)
+    echo(describe(found), as_json, [render(found).removesuffix("\n")])
+
+
 @main.command(context_settings=_NAMES)
-@_data
+@settings_options
 @click.option("--files", is_flag=True, help="Also compare the files of checkpoints and snapshots with their digests.")
 @_json
-def check(data: Path, files: bool, as_json: bool) -> None:
-    """Check the database, and that all its folders exist; exit code 1 after errors.
+@click.pass_context
+def check(context: click.Context, /, files: bool, as_json: bool, **values: Any) -> None:
+    """Check a data folder, or with `--config` the settings of `twinkle serve`; exit code 1 after errors.
 
-    Works while a service runs. Nothing is changed.
+    `--data DIR` checks the database, and that all its folders exist, also while a service runs. `--config FILE` checks
+    the file, the flags beside it, the model, the certificate, and whether the service can listen. Nothing is changed.
     """
+    if any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in ("config", "model")):
+        _check_settings(context, as_json)
+        return
+    data = values[parameter_of("data")]
+    if data is None or not data.is_dir():
+        raise click.UsageError("specify the folder of a service with --data, or a configuration file with --config")
+    _check_folder(context, data, files, as_json)
+
+
+def _check_settings(context: click.Context, as_json: bool) -> None:
+    from twinkle_server.configuration import describe
+    from twinkle_server.serve import try_settings
+
+    found = effective(context)
+    with user_errors():
+        notes = try_settings(found.settings)
+    changed = [row for row in describe(found) if row["origin"] != "default"]
+    lines = [f"{row['key']}: {row['value']} ({row['origin']})" for row in changed]
+    echo({"settings": changed, "notes": notes}, as_json, [*lines, *notes, "the settings are valid"])
+
+
+def _check_folder(context: click.Context, data: Path, files: bool, as_json: bool) -> None:
     from twinkle_server.store.inspection import check_database, check_whole
 
     with user_errors():
@@ -246,7 +288,7 @@ def check(data: Path, files: bool, as_json: bool) -> None:
     failed = bool(report["missing"] or report["damaged"])
     last = "restore them from a backup, or from `twinkle server trash`" if failed else "the database is intact"
     echo(report, as_json, [*lines, f"{report['checked']} folders checked; {last}"])
-    click.get_current_context().exit(1 if failed else 0)
+    context.exit(1 if failed else 0)
 
 
 @main.command("set-aside", context_settings=_NAMES)

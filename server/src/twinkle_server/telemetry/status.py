@@ -3,8 +3,10 @@
 The server writes its address into a file (`announce`). Its status is requested by HTTP, or read from the database.
 """
 
+import hashlib
 import http.client
 import os
+import ssl
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ class Presence:
         started: UTC seconds.
         token: proves to the server that the client can read the file; see `health.Access`.
         ready: whether it has become ready; before, its URL may not respond yet.
+        certificate: SHA-256 of its certificate; "" without TLS.
     """
 
     pid: int
@@ -43,6 +46,7 @@ class Presence:
     started: float
     token: str = ""
     ready: bool = True
+    certificate: str = ""
 
 
 def announce(data: Path, presence: Presence) -> None:
@@ -81,9 +85,11 @@ def ask(data: Path) -> dict[str, Any] | None:
     presence = find(data)
     if presence is None:
         return None
-    url = urlsplit(presence.url)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_SECONDS)
+    connection = _connection(presence)
     try:
+        connection.connect()
+        if not _is_server(connection, presence):
+            return None
         connection.request("GET", "/twinkle/status", headers={FOLDER_TOKEN: presence.token})
         response = connection.getresponse()
         fields = orjson.loads(response.read(_LARGEST))
@@ -94,6 +100,23 @@ def ask(data: Path) -> dict[str, Any] | None:
     if response.status != 200 or not isinstance(fields, dict):
         return None
     return {"pid": presence.pid, "url": presence.url, "model": presence.name, "started": presence.started, **fields}
+
+
+def _connection(presence: Presence) -> http.client.HTTPConnection:
+    url = urlsplit(presence.url)
+    if url.scheme != "https":
+        return http.client.HTTPConnection(url.hostname or "", url.port, timeout=_SECONDS)
+    unverified = ssl.create_default_context()  # the certificate is for the public name; `_is_server` compares it
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    return http.client.HTTPSConnection(url.hostname or "", url.port, timeout=_SECONDS, context=unverified)
+
+
+def _is_server(connection: http.client.HTTPConnection, presence: Presence) -> bool:
+    """Return whether the other end of a TLS connection has the server's certificate; True without TLS."""
+    if not isinstance(connection.sock, ssl.SSLSocket):
+        return not presence.certificate
+    certificate = connection.sock.getpeercert(binary_form=True) or b""
+    return hashlib.sha256(certificate).hexdigest() == presence.certificate
 
 
 async def read_figures(database: Database) -> dict[str, Any]:
