@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any

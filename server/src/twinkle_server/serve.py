@@ -220,7 +220,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)
         usage = UsageLog(store.usage)
-        metrics.spent = usage.add
+        metrics.spent, metrics.ended = usage.add, usage.count
         service.janitor.add("usage", _FLUSH, usage.flush)
         await service.start()
         try:
