@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -211,33 +211,23 @@ def _command_sections(command: Any, name: str, parent: Any) -> list[str]:
 
 
 def server_settings() -> str:
-    """Every field of the service's settings, limits and times."""
-    from twinkle_server.settings import Limits, Settings, Times
+    """Every setting of the service by section of its file, with its flag and its field in Python."""
+    from twinkle_cli.configuration import type_text
+    from twinkle_server.cli.serve import FLAGS
+    from twinkle_server.configuration import entries
 
-    parts = []
-    for kind in (Settings, Limits, Times):
-        meanings = _attributes(kind)
-        rows = [
-            (f"`{field.name}`", f"`{_type(field)}`".replace("|", "\\|"), _default(field), meanings[field.name])
-            for field in fields(kind)
-        ]
-        parts.append(f"### `{kind.__name__}`\n\n{_table(('field', 'type', 'default', 'meaning'), rows)}")
-    return "\n\n".join(parts)
-
-
-def _attributes(kind: type) -> dict[str, str]:
-    """Return what the section `Attributes` of a class's docstring says about each field."""
-    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def _type(field: Any) -> str:
-    return inspect.formatannotation(field.type).replace("pathlib.", "").replace("twinkle_server.settings.", "")
-
-
-def _default(field: Any) -> str:
-    return "" if field.default is MISSING else f"`{field.default!r}`"
+    flags = {flag.key: flag.names for flag in FLAGS}
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for entry in entries():
+        *groups, key = entry.parts
+        flag = f"`{flags[entry.key]}`" if entry.key in flags else ""
+        kind = f"`{type_text(entry.annotation)}`".replace("|", "\\|").replace("Ellipsis", "...")
+        default = "" if entry.default is MISSING else f"`{_shown(entry.default)}`"
+        row = (f"`{key}`", kind, default, flag.replace("|", "\\|"), f"`{'.'.join(entry.path)}`", entry.meaning)
+        sections.setdefault(".".join(groups), []).append(row)
+    head = ("key", "type", "default", "flag", "field", "meaning")
+    titles = {name: f"### `{name}`" if name else "### Top level" for name in sections}
+    return "\n\n".join(f"{titles[name]}\n\n{_table(head, rows)}" for name, rows in sections.items())
 
 
 def errors() -> str:

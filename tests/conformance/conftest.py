@@ -34,7 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A service that trains, without keys, shared by all tests."""
-    service = pool(tmp_path_factory.mktemp("served") / "data", tiny).start()
+    # The SDK's sampling client loads the tokenizer by the name of the model: here it is the path, as in line 28.
+    service = pool(tmp_path_factory.mktemp("served") / "data", tiny, {"name": str(tiny)}).start()
     yield service
     service.stop()
 

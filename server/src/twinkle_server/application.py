@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
@@ -19,6 +20,7 @@ from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.hub_uploads import routes as upload_routes
 from twinkle_server.hub_uploads.serving import hub_uploads
 from twinkle_server.limits.body import BodyLimitMiddleware
+from twinkle_server.limits.forwarded import ForwardedMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
 from twinkle_server.native import routes as native
 from twinkle_server.requests import add_routes, json_response
@@ -43,6 +45,7 @@ from twinkle_server.tinker import (
     sessions,
     training,
 )
+from twinkle_server.tokenizer import tokenizer_routes
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     meter = Meter(service.queued)
     application = create_application(Limited(service, meter), store, settings, links)
     add_routes(application.router, download_routes(links))
+    add_routes(application.router, tokenizer_routes(Path(settings.model), lambda: bool(service.info.tokenizer)))
 
     async def status() -> dict[str, Any]:
         return await service.status()
@@ -77,7 +81,10 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
     guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
-    return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
+    observed: Any = TelemetryMiddleware(guarded, metrics)
+    if settings.trusted_proxies or settings.root_path:
+        observed = ForwardedMiddleware(observed, settings.trusted_proxies, settings.root_path)
+    return RequestHeadMiddleware(observed)
 
 
 def create_application(

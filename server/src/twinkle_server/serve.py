@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib
 import ipaddress
+import logging
 import os
 import re
 import resource
@@ -17,38 +18,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
+from twinkle_server import tls
+from twinkle_server.limits.forwarded import networks
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
-from twinkle_server.store.base import check_base
+from twinkle_server.store.base import check_base, rename_base
+from twinkle_server.store.inspection import check_database
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.tenants import UsageLog
-from twinkle_server.telemetry import logs, status
+from twinkle_server.telemetry import logs, status, systemd
 from twinkle_server.telemetry.health import folder_token
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.tenancy.auth import is_loopback
 from twinkle_server.tenancy.keys import issue
 
 if TYPE_CHECKING:
+    import ssl
+
     import uvicorn
 
+_log = logging.getLogger(__name__)
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for pending responses after the drain
 _FLUSH = 10.0  # seconds
 _LOST = 3  # exit code after another process has taken over the data folder
 
 
-def serve(settings: Settings, log_level: str = "INFO") -> int:
+def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: of the service.
-        log_level: minimum level of log lines on standard error.
 
     Raises:
-        ConfigError: the settings would serve other machines without keys.
+        ConfigError: the settings would serve other machines without keys, or contradict each other.
         ModelLoadError: the model does not exist, or the engine cannot load it.
         OutputError: the address cannot be used.
     """
@@ -57,26 +64,32 @@ def serve(settings: Settings, log_level: str = "INFO") -> int:
     gc.disable()  # objects created before `_answer` reports readiness live as long as the process
     check(settings)
     settings = resolve(settings)
-    logs.configure(log_level)
+    logs.configure(settings.log_level.upper())
     _raise_file_limit()
     with listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))
 
 
 def check(settings: Settings) -> None:
-    """Refuse unsafe settings.
+    """Refuse unsafe and contradictory settings.
 
     Raises:
-        ConfigError: other machines would be served without keys.
+        ConfigError: other machines would be served without keys; a prefix or the address of a proxy is invalid; or
+            the certificate cannot be read.
     """
     if not settings.auth and not is_loopback(settings.host):
         raise ConfigError(
             f"--no-auth would accept requests from anyone who can reach {settings.host}; remove it, or serve 127.0.0.1"
         )
+    prefix = settings.root_path
+    if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
+        raise ConfigError(f"--root-path must be a path such as /twinkle, without a slash at its end, got {prefix!r}")
+    networks(settings.trusted_proxies)
+    tls.context(settings)
 
 
 def resolve(settings: Settings) -> Settings:
-    """Download the model if needed; return settings with its local folder, and unchanged name and tokenizer.
+    """Download the model if needed; return settings with its local folder, and what clients call model and tokenizer.
 
     Raises:
         ConfigError: a named loss is not safe for tenants.
@@ -92,7 +105,48 @@ def resolve(settings: Settings) -> Settings:
     check_installed(settings.backend)
     check_losses(settings.losses or ())
     folder = local_model(settings.model).absolute()
-    return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
+    name = settings.name or (folder.name if is_folder(settings.model) else settings.model)
+    return replace(settings, model=str(folder), name=name, tokenizer=settings.tokenizer or public_id(settings.model))
+
+
+def try_settings(settings: Settings) -> list[str]:
+    """Check settings without serving; return notes for the operator.
+
+    A model on a hub is not downloaded; the address is used for a moment, unless a service runs on the folder.
+
+    Raises:
+        ConfigError: the settings are unsafe or contradict each other, or a named loss is not safe for tenants.
+        TwinkleError: the engine, a loss or the model does not exist, or the address cannot be used.
+        StoreError: the data folder cannot be used.
+    """
+    from twinkle.hub.local import alias_of, local_model, reference_of, scheme_of
+    from twinkle_server.engine.provider import check_installed
+
+    check(settings)
+    check_installed(settings.backend)
+    check_losses(settings.losses or ())
+    notes = []
+    place = alias_of(settings.model)
+    local = scheme_of(place) is None and Path(place).expanduser().exists()
+    if local or scheme_of(place) in ("builtin", "file") or reference_of(place) is None:
+        local_model(settings.model)
+    else:
+        notes.append(f"the model {settings.model} comes from a hub, and was not downloaded for this check")
+    data = settings.data.expanduser().absolute()
+    if data.exists():
+        check_database(data)
+    if status.find(data) is not None:
+        notes.append(f"a service runs on {data}, so the address was not tried")
+    else:
+        listen(settings).close()
+    return notes
+
+
+def is_folder(model: str) -> bool:
+    """Return whether a model is given by its path, which is not shown to tenants, and not by an id."""
+    from twinkle.hub.local import alias_of, scheme_of
+
+    return alias_of(model) == model and scheme_of(model) is None and Path(model).expanduser().exists()
 
 
 def public_id(model: str) -> str | None:
@@ -158,13 +212,15 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         _print(f"Loading {settings.served_name} ...")
         presence = _presence(settings, listener, store.secret)
         status.announce(settings.data, presence)
+        systemd.notify(STATUS=f"Loading {settings.served_name}")
         await _check_keys(settings, store)
+        await rename_base(store.database, settings.served_name, Path(settings.model))
         await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)
         usage = UsageLog(store.usage)
-        metrics.spent = usage.add
+        metrics.spent, metrics.ended = usage.add, usage.count
         service.janitor.add("usage", _FLUSH, usage.flush)
         await service.start()
         try:
@@ -193,9 +249,12 @@ async def _answer(
     stop: asyncio.Event,
 ) -> int:
     """Handle requests until a signal arrives, then drain; return the exit code."""
-    server = _server(application)
+    certificate = tls.context(settings)
+    server = _server(application, certificate)
+    _reload_on_signal(settings, certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(service.wait_ready(), name="ready")
+    watchdog = asyncio.create_task(_feed_watchdog(), name="watchdog")
     ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost))}
     try:
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,12 +267,13 @@ async def _answer(
                 _print(no_tokenizer(settings.model))
             _show_ready(settings, presence, listener)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        systemd.notify(STOPPING="1", STATUS="Finishing running work")
         if not service.lost.is_set():
             await service.drain()
     finally:
         server.should_exit = True
         await serving
-        for task in (ready, *ends):
+        for task in (ready, watchdog, *ends):
             task.cancel()
     return _LOST if service.lost.is_set() else 0
 
@@ -233,7 +293,14 @@ def last_words(text: str) -> str:
     return message if colon and re.fullmatch(r"[A-Za-z_][\w.]*", name) else line
 
 
-def _server(application: Any) -> "uvicorn.Server":
+async def _feed_watchdog() -> None:
+    """Tell systemd regularly that the event loop runs."""
+    while (interval := systemd.watchdog_seconds()) is not None:
+        systemd.notify(WATCHDOG="1")
+        await asyncio.sleep(interval / 3)
+
+
+def _server(application: Any, certificate: "ssl.SSLContext | None") -> "uvicorn.Server":
     """Return a uvicorn server without signal handlers, because a drain precedes its end."""
     import uvicorn
 
@@ -244,21 +311,42 @@ def _server(application: Any) -> "uvicorn.Server":
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(
-        uvicorn.Config(
-            application,
-            http=GuardedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=2048,
-            timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=_LAST_ANSWERS,
-        )
+    config = uvicorn.Config(
+        application,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_LAST_ANSWERS,
     )
+    config.load()
+    config.ssl = certificate  # its files are read again on SIGHUP, which uvicorn's own context does not support
+    return Server(config)
+
+
+def _reload_on_signal(settings: Settings, certificate: "ssl.SSLContext | None") -> None:
+    """Read the certificate again on SIGHUP; without one, only systemd's reload is answered."""
+    if certificate is None and not systemd.notify():
+        return
+
+    def reload() -> None:
+        systemd.notify(RELOADING="1", MONOTONIC_USEC=systemd.monotonic_microseconds())
+        if certificate is not None and settings.tls_cert is not None:
+            try:
+                tls.read(certificate, settings.tls_cert, settings.tls_key)
+                if (presence := status.find(settings.data)) is not None:
+                    status.announce(settings.data, replace(presence, certificate=tls.fingerprint(settings.tls_cert)))
+                _log.info("read the certificate again")
+            except (ConfigError, OSError, ValueError) as error:
+                _log.error("keeping the previous certificate: %s", error)
+        systemd.notify(READY="1")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -294,24 +382,34 @@ async def _first_key(settings: Settings, store: Store) -> None:
 
 def _presence(settings: Settings, listener: socket.socket, secret: bytes) -> status.Presence:
     """Return what commands on this machine need to find this server, before it is ready."""
-    url = local_url(*listener.getsockname()[:2])
-    return status.Presence(os.getpid(), url, settings.served_name, time.time(), folder_token(secret), ready=False)
+    host, port = listener.getsockname()[:2]
+    url = local_url(host, port, encrypted=settings.tls_cert is not None)
+    return status.Presence(
+        os.getpid(),
+        url,
+        settings.served_name,
+        time.time(),
+        folder_token(secret),
+        ready=False,
+        certificate=tls.fingerprint(settings.tls_cert),
+    )
 
 
 def _show_ready(settings: Settings, presence: status.Presence, listener: socket.socket) -> None:
     """Tell commands on this machine and the reader of standard output that the service is ready."""
     status.announce(settings.data, replace(presence, ready=True))
     host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"{urlsplit(presence.url).scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
+    systemd.notify(READY="1", STATUS=f"Serving {settings.served_name} at {url}")
     _print(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, encrypted: bool = False) -> str:
     """Return the URL of a server for clients on this machine."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
-        return f"http://[::1]:{port}" if address.version == 6 else f"http://127.0.0.1:{port}"
-    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+        host = "::1" if address.version == 6 else "127.0.0.1"
+    return f"{'https' if encrypted else 'http'}://{f'[{host}]' if address.version == 6 else host}:{port}"
 
 
 def _print(line: str) -> None:

@@ -1,14 +1,33 @@
-"""Settings and limits of the service, with defaults for a small machine."""
+"""Settings and limits of the service, with defaults for a small machine.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+Other modules get a plain `Settings`. `configuration` derives the schema of the configuration file from its fields: a
+nested dataclass is a section of the file, and adding one takes a single field of `Settings`.
+"""
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import orjson
+from annotated_types import Ge, Gt, Le
 
 from twinkle_server.data.limits import DataLimits
 from twinkle_server.hub_uploads.limits import UploadLimits
+
+S = TypeVar("S")
+
+
+class Secret:
+    """Marks a field whose value is never printed and never passed to the engine: `Annotated[str, SECRET]`."""
+
+
+SECRET: Final = Secret()
+Count = Annotated[int, Ge(1)]
+Seconds = Annotated[float, Gt(0)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +48,16 @@ class Limits:
         graph_seconds: time of a client's loss graph for all rows of one operation, backward included.
     """
 
-    body_bytes: int = 64 * 2**20
-    decompressed_bytes: int = 256 * 2**20
-    inflight_bytes: int = 512 * 2**20
-    datums: int = 4096
-    request_tokens: int = 4 * 2**20
-    samples: int = 512
-    queued: int = 4096
-    small_bytes: int = 2**20
-    loss_bytes: int = 2**30
-    graph_seconds: float = 5.0
+    body_bytes: Count = 64 * 2**20
+    decompressed_bytes: Count = 256 * 2**20
+    inflight_bytes: Count = 512 * 2**20
+    datums: Count = 4096
+    request_tokens: Count = 4 * 2**20
+    samples: Count = 512
+    queued: Count = 4096
+    small_bytes: Count = 2**20
+    loss_bytes: Count = 2**30
+    graph_seconds: Seconds = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +94,28 @@ class Times:
         trash: retention of a removed checkpoint in the trash.
     """
 
-    poll: float = 30.0
-    gap_pause: float = 3.0
-    gap_fail: float = 10.0
-    gap_limit: float = 600.0
-    resend: float = 35.0
-    session: float = 300.0
-    kept_run: float = 7 * 86400.0
-    kept_result: float = 86400.0
-    read_result: float = 600.0
-    kept_record: float = 86400.0
-    kept_audit: float = 90 * 86400.0
-    deadline: float = 600.0
-    drain: float = 30.0
-    snapshot: float = 30.0
-    silent: float = 5.0
-    stopped: float = 60.0
-    start: float = 1800.0
-    loss: float = 10.0
-    loss_start: float = 60.0
-    upkeep: float = 600.0
-    trash: float = 86400.0
-    revocations: float = 20.0
+    poll: Seconds = 30.0
+    gap_pause: Seconds = 3.0
+    gap_fail: Seconds = 10.0
+    gap_limit: Seconds = 600.0
+    resend: Seconds = 35.0
+    session: Seconds = 300.0
+    kept_run: Seconds = 7 * 86400.0
+    kept_result: Seconds = 86400.0
+    read_result: Seconds = 600.0
+    kept_record: Seconds = 86400.0
+    kept_audit: Seconds = 90 * 86400.0
+    deadline: Seconds = 600.0
+    drain: Seconds = 30.0
+    snapshot: Seconds = 30.0
+    silent: Seconds = 5.0
+    stopped: Seconds = 60.0
+    start: Seconds = 1800.0
+    loss: Seconds = 10.0
+    loss_start: Seconds = 60.0
+    upkeep: Seconds = 600.0
+    trash: Annotated[float, Ge(0)] = 86400.0
+    revocations: Seconds = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +125,16 @@ class Settings:
     Attributes:
         model: folder or hub id of the base model.
         data: directory for the database, payloads, snapshots and checkpoints.
-        name: name of the model for clients; by default `model`.
-        tokenizer: where clients load the tokenizer; None is the model folder, for clients on this machine.
+        name: name of the model for clients; by default the id of a model on a hub, or the last part of a folder.
+        tokenizer: where clients load the tokenizer: an id at Hugging Face, or a path that is valid on their machines;
+            None is the id of a model from Hugging Face, and otherwise nothing, because paths of this machine are not
+            shown to tenants.
         host: address to listen on.
         port: port to listen on; 0 uses a free one.
+        root_path: prefix of all URLs that a proxy removes before it forwards a request, such as `/twinkle`.
+        trusted_proxies: addresses and networks of proxies whose `X-Forwarded-*` headers are believed.
+        tls_cert: certificate chain for HTTPS (PEM); SIGHUP reads it again.
+        tls_key: private key of the certificate (PEM); None if it is in the same file.
         auth: False serves requests without keys; on loopback only.
         max_pass_seconds: approximate time that a decode step waits for training, if passes are short enough.
         pass_tokens: tokens per pass; None depends on the size of the model. The same operations give the same numbers
@@ -126,6 +151,7 @@ class Settings:
             it with a proxy on this machine, because forwarded requests look local.
         take_over: take the data folder from a dead service on another machine.
         accept_base: serve the model although the adapters in the directory were trained on another one.
+        log_level: minimum level of log lines; `debug` logs every operation.
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.
         datasets: data resources, see `DataLimits`.
@@ -138,12 +164,16 @@ class Settings:
     name: str | None = None
     tokenizer: str | None = None
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    root_path: str = ""
+    trusted_proxies: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     auth: bool = True
-    max_pass_seconds: float = 0.5
-    pass_tokens: int | None = None
+    max_pass_seconds: Annotated[float, Ge(0.001)] = 0.5
+    pass_tokens: Count | None = None
     backend: str | None = None
-    snapshot_steps: int = 20
+    snapshot_steps: Count = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
     strict_losses: bool = False
@@ -152,6 +182,7 @@ class Settings:
     local_metrics: bool = False
     take_over: bool = False
     accept_base: bool = False
+    log_level: LogLevel = "info"
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
     datasets: DataLimits = field(default_factory=DataLimits)
@@ -164,26 +195,64 @@ class Settings:
         return self.name or self.model
 
     def dump(self) -> str:
-        """Serialize the settings as JSON, for `python -m twinkle_server.engine DESCRIPTOR JSON`."""
-        return orjson.dumps(asdict(self), default=str).decode()
+        """Serialize the settings as JSON, for `python -m twinkle_server.engine DESCRIPTOR JSON`, without secrets."""
+        return orjson.dumps(_plain(self), default=str).decode()
 
     @classmethod
     def parse(cls, text: str) -> "Settings":
         """Parse the output of `dump`."""
-        fields = orjson.loads(text)
-        losses = fields.pop("losses")
-        return cls(
-            data=Path(fields.pop("data")),
-            losses=None if losses is None else tuple(losses),
-            in_process_losses=tuple(fields.pop("in_process_losses")),
-            limits=Limits(**fields.pop("limits")),
-            times=Times(**fields.pop("times")),
-            datasets=DataLimits(**_with_tuple(fields.pop("datasets"), "hubs")),
-            uploads=UploadLimits(**_with_tuple(fields.pop("uploads"), "hubs")),
-            **fields,
-        )
+        return build(cls, orjson.loads(text))
 
 
-def _with_tuple(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return fields of JSON in which one list is a tuple again."""
-    return {**fields, name: tuple(fields[name])}
+def build(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Return a settings object from plain values: mappings for nested dataclasses, texts for paths, lists for tuples.
+
+    Args:
+        kind: `Settings`, or the dataclass of a nested group.
+        values: by field; missing fields keep their defaults. They are converted, not validated.
+    """
+    hints = hints_of(kind)
+    return kind(**{name: _converted(hints[name], value) for name, value in values.items()})
+
+
+def hints_of(kind: type[Any]) -> dict[str, Any]:
+    """Return the annotations of a dataclass by field, with their constraints."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def bare(annotation: Any) -> Any:
+    """Return a type without constraints and without None."""
+    if typing.get_origin(annotation) is Annotated:
+        return bare(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [bare(member) for member in typing.get_args(annotation) if member is not types.NoneType]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation
+
+
+def is_secret(annotation: Any) -> bool:
+    """Return whether a field is marked with `SECRET`."""
+    return any(isinstance(mark, Secret) for mark in getattr(annotation, "__metadata__", ()))
+
+
+def _converted(annotation: Any, value: Any) -> Any:
+    kind = bare(annotation)
+    if value is None:
+        return None
+    if is_dataclass(kind):
+        return value if is_dataclass(value) else build(cast("type[Any]", kind), value)
+    if kind is Path:
+        return Path(value)
+    if typing.get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        item = typing.get_args(kind)[0]
+        return tuple(_converted(item, entry) for entry in value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    hints = hints_of(type(value))
+    return {
+        entry.name: _plain(getattr(value, entry.name)) for entry in fields(value) if not is_secret(hints[entry.name])
+    }

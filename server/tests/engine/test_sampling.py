@@ -13,7 +13,7 @@ from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.engine.scheduler import TOGETHER, Sampling, TimeSharing
+from twinkle_server.engine.scheduler import EXPECTED, TOGETHER, Sampling, TimeSharing
 from twinkle_server.operations import Sample
 
 
@@ -68,7 +68,7 @@ def test_a_tenant_with_one_request_does_not_wait_for_anothers_thousand(sampling:
     assert decoder.given[-1] == 5000
 
 
-def test_tenants_who_want_more_than_there_is_run_the_same_number_of_sequences(
+def test_tenants_who_want_more_than_there_is_are_charged_the_same_number_of_tokens(
     sampling: Sampling, decoder: Decoder
 ) -> None:
     sizes = {"a": 1, "b": 8, "c": 16}
@@ -76,10 +76,13 @@ def test_tenants_who_want_more_than_there_is_run_the_same_number_of_sequences(
         tenant = "abc"[number % 3]
         sampling.add(request(number, tenant, sizes[tenant]))
     sampling.admit()
-    running = Counter[str]()
+    running, charged = Counter[str](), Counter[str]()
     for task in sampling.running.values():
         running[task.tenant] += sizes[task.tenant]
-    assert max(running.values()) - min(running.values()) <= 16
+        charged[task.tenant] += (
+            1 + sizes[task.tenant] * EXPECTED
+        )  # the prompt, and what its answers are thought to take
+    assert max(charged.values()) - min(charged.values()) <= 1 + 16 * EXPECTED, "a request of the largest kind"
     assert sum(running.values()) < TOGETHER + 16
 
 

@@ -10,7 +10,7 @@ import pytest
 from twinkle_server.errors import BadRequest, NotFound, Unavailable
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy import keys as module
-from twinkle_server.tenancy.keys import Keyring, hash_key, issue, lookup, make_record, matches, new_key, revoke
+from twinkle_server.tenancy.keys import Keyring, change, hash_key, issue, lookup, make_record, matches, new_key, revoke
 
 
 @pytest.fixture
@@ -191,5 +191,50 @@ def test_a_name_is_taken_until_its_key_is_revoked(store: Store) -> None:
             await revoke(store, "bob")
         events = [entry.event for entry in await store.audit.entries("alice")]
         assert events == ["key.create"]
+
+    asyncio.run(story())
+
+
+def test_quotas_are_changed_in_place_and_the_change_is_in_the_audit(store: Store) -> None:
+    async def story() -> None:
+        await issue(store, "ana", quotas={"operations": 5, "keep": 2})
+        ring = Keyring(store.keys.all)
+        changed = await change(store, "ana", {"operations": 7, "keep": None, "weight": 2.5})
+        assert changed.quotas == {"operations": 7, "weight": 2.5}
+        assert (await store.keys.all())[0].quotas == changed.quotas
+        assert ring._read == -float("inf"), "no service has read them yet"
+        (entry,) = await store.audit.entries("ana", event="key.quotas")
+        assert entry.details["before"] == {"operations": 5, "keep": 2}
+        assert entry.details["after"] == {"operations": 7, "weight": 2.5}
+        for wrong in (
+            {"operatons": 1},
+            {"operations": 0},
+            {"keep": 1.5},
+            {"weight": 1e9},
+            {"operations": float("inf")},
+        ):
+            with pytest.raises(BadRequest):
+                await change(store, "ana", wrong)
+        with pytest.raises(NotFound):
+            await change(store, "ben", {"keep": 1})
+        await revoke(store, "ana")
+        with pytest.raises(NotFound):
+            await change(store, "ana", {"keep": 1})
+
+    asyncio.run(story())
+
+
+def test_a_running_service_has_changed_quotas_within_a_second(store: Store, monkeypatch) -> None:
+    async def story() -> None:
+        key = await issue(store, "ana", quotas={"operations": 5})
+        ring = Keyring(store.keys.all)
+        before = await ring.find(key)
+        await change(store, "ana", {"operations": 9})
+        later = time.monotonic() + 1.5
+        monkeypatch.setattr(module.time, "monotonic", lambda: later)
+        after = await ring.find(key)
+        assert before is not None
+        assert after is not None
+        assert (before.quotas, after.quotas) == ({"operations": 5}, {"operations": 9})
 
     asyncio.run(story())

@@ -81,6 +81,11 @@ def pieces_of(folder: Path, name: str) -> Iterator[bytes]:
         LookupError: it no longer exists.
     """
     file, _ = open_listed(folder, name)
+    yield from pieces(file)
+
+
+def pieces(file: BufferedReader) -> Iterator[bytes]:
+    """Yield the content of an open file from its position, and close it."""
     with file:
         yield from _pieces(file)
 
@@ -214,13 +219,14 @@ def _response(folder: Path, grant: Grant, name: str) -> Response:
     if not grant.whole:
         file, size = open_listed(folder, name)
         file.close()
-        return _streamed(stream(pieces_of(folder, name)), size, "application/octet-stream")
+        return streamed(stream(pieces_of(folder, name)), size, "application/octet-stream")
     if name != _ARCHIVE:
         raise LookupError(name)
     manifest = read_manifest(folder)
-    return _streamed(stream(archive(folder, manifest)), archive_size(manifest), "application/x-tar")
+    return streamed(stream(archive(folder, manifest)), archive_size(manifest), "application/x-tar")
 
 
-def _streamed(pieces: Any, size: int, media_type: str) -> Response:
+def streamed(pieces: Any, size: int, media_type: str) -> Response:
+    """Return a response with an iterator of `size` bytes as its body, which no cache keeps."""
     headers = {"Content-Length": str(size), "Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"}
     return StreamingResponse(pieces, media_type=media_type, headers=headers)

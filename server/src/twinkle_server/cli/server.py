@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from twinkle.errors import ConfigError
+from twinkle_server.cli.serve import effective, parameter_of, settings_options
 from twinkle_server.errors import ServiceError, StoreError
 
 if TYPE_CHECKING:
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _data = click.option(
     "--data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     required=True,
+    envvar="TWINKLE_SERVE_DATA",
     help="Folder of the service.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -32,12 +36,64 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 @click.group("server", context_settings=_NAMES)
 def main() -> None:
-    """Manage a training service: keys, status, and the content of its folder."""
+    """Manage a training service: keys, status, settings, backups, and the content of its folder."""
 
 
 @main.group(context_settings=_NAMES)
 def keys() -> None:
-    """Create, list and revoke keys; a running server notices changes within a second."""
+    """Create, change, list and revoke keys; a running server notices changes within seconds."""
+
+
+class QuotaType(click.ParamType):  # type: ignore[type-arg] # generic only to the type checker
+    """The value of a quota: a number, or where a quota is changed, `none`."""
+
+    name = "number"
+
+    def __init__(self, removable: bool) -> None:
+        self._removable = removable
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if self._removable and value == _NONE:
+            return value
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} must be a number" + " or 'none'" * self._removable, param, ctx)
+        return int(number) if number.is_integer() else number
+
+
+_NONE = "none"
+QUOTAS = {
+    "tokens_per_second": "Average limit of tokens per second.",
+    "operations": "Limit of pending operations.",
+    "adapters": "Limit of models.",
+    "bytes": "Limit of all checkpoints together.",
+    "keep": "Newest checkpoints of a model and kind that are kept.",
+    "weight": "Share of the computed tokens when several tenants wait, relative to 1.",
+}
+
+
+def quota_options(removable: bool) -> Callable[[F], F]:
+    """Add an option for each quota of a key; the command gets them as keyword arguments.
+
+    Args:
+        removable: whether `none` removes a quota.
+    """
+
+    def add(command: F) -> F:
+        for name, text in reversed(QUOTAS.items()):
+            flag = f"--{name.replace('_', '-')}"
+            command = click.option(flag, f"quota_{name}", type=QuotaType(removable), help=text)(command)
+        return command
+
+    return add
+
+
+def _quotas(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the quotas that were given, by name; None removes one."""
+    given = {name: values[f"quota_{name}"] for name in QUOTAS}
+    return {name: None if value == _NONE else value for name, value in given.items() if value is not None}
 
 
 @keys.command(context_settings=_NAMES)
@@ -45,38 +101,34 @@ def keys() -> None:
 @_data
 @click.option("--role", type=click.Choice(["user", "operator"]), default="user", show_default=True, help="What it may.")
 @click.option("--tenant", help="Tenant of the key: keys of one tenant see the same runs. By default NAME.")
-@click.option("--tokens-per-second", type=float, help="Average limit of tokens per second.")
-@click.option("--operations", type=int, help="Limit of pending operations.")
-@click.option("--adapters", type=int, help="Limit of models.")
-@click.option("--bytes", "stored", type=int, help="Limit of all checkpoints together.")
-@click.option("--keep", type=int, help="Newest checkpoints of a model and kind that are kept.")
+@quota_options(removable=False)
 @_json
-def create(
-    name: str,
-    data: Path,
-    role: str,
-    tenant: str | None,
-    as_json: bool,
-    tokens_per_second: float | None,
-    operations: int | None,
-    adapters: int | None,
-    stored: int | None,
-    keep: int | None,
-) -> None:
+def create(name: str, data: Path, role: str, tenant: str | None, as_json: bool, **quotas: Any) -> None:
     """Create a key and print it once."""
     from twinkle_server.tenancy.keys import issue
 
-    limits = {
-        "tokens_per_second": tokens_per_second,
-        "operations": operations,
-        "adapters": adapters,
-        "bytes": stored,
-        "keep": keep,
-    }
-    quotas = {quota: value for quota, value in limits.items() if value is not None}
     kind: Any = role
-    key = with_store(data, lambda store: issue(store, name, role=kind, tenant=tenant, quotas=quotas))
+    key = with_store(data, lambda store: issue(store, name, role=kind, tenant=tenant, quotas=_quotas(quotas)))
     echo({"name": name, "key": key}, as_json, [key])
+
+
+@keys.command("set", context_settings=_NAMES)
+@click.argument("name")
+@_data
+@quota_options(removable=True)
+@_json
+def set_quotas(name: str, data: Path, as_json: bool, **quotas: Any) -> None:
+    """Change quotas of the key NAME; `none` removes one, and the others stay.
+
+    A running service applies the change within seconds. It is recorded in the audit log.
+    """
+    from twinkle_server.tenancy.keys import change
+
+    changes = _quotas(quotas)
+    if not changes:
+        raise click.UsageError(f"specify what to change: {', '.join('--' + word.replace('_', '-') for word in QUOTAS)}")
+    key = with_store(data, lambda store: change(store, name, changes))
+    echo(_fields(key), as_json, [_line(key)])
 
 
 @keys.command("list", context_settings=_NAMES)
@@ -183,8 +235,24 @@ def _status_lines(fields: dict[str, Any]) -> list[str]:
         if name == "paths":
             lines += [f"fast path {path['summary']}" for path in value]
             continue
+        if name == "tenants":
+            lines += [f"tenant {tenant}: {_usage(used)}" for tenant, used in value.items()]
+            continue
         lines.append(f"{name}: {_plain(value)}")
     return lines
+
+
+def _usage(used: dict[str, Any]) -> str:
+    tokens = ", ".join(
+        f"{verb} {used[name]:,} tokens ({used[f'{name}_today']:,} today)"
+        for verb, name in (("trained", "trained_tokens"), ("sampled", "sampled_tokens"))
+    )
+    saved = used["checkpoints"]
+    weight = "" if used["weight"] in (None, 1.0) else f", weight {used['weight']:g}"
+    return (
+        f"{tokens}, {used['requests']:,} requests, {used['models']} models, {saved['count']} checkpoints "
+        f"({saved['bytes']:,} bytes), {used['waiting']} waiting{weight}"
+    )
 
 
 def _plain(value: Any) -> str:
@@ -223,15 +291,54 @@ _hours = click.option(
 )
 
 
+@main.command("print", context_settings=_NAMES)
+@settings_options
+@_json
+@click.pass_context
+def print_settings(context: click.Context, /, as_json: bool, **_values: Any) -> None:
+    """Print the effective settings of `twinkle serve` with these arguments, and where each one comes from.
+
+    The output is a configuration file. Secrets are not shown.
+    """
+    from twinkle_server.configuration import describe, render
+
+    found = effective(context, partial=True)
+    echo(describe(found), as_json, [render(found).removesuffix("\n")])
+
+
 @main.command(context_settings=_NAMES)
-@_data
+@settings_options
 @click.option("--files", is_flag=True, help="Also compare the files of checkpoints and snapshots with their digests.")
 @_json
-def check(data: Path, files: bool, as_json: bool) -> None:
-    """Check the database, and that all its folders exist; exit code 1 after errors.
+@click.pass_context
+def check(context: click.Context, /, files: bool, as_json: bool, **values: Any) -> None:
+    """Check a data folder, or with `--config` the settings of `twinkle serve`; exit code 1 after errors.
 
-    Works while a service runs. Nothing is changed.
+    `--data DIR` checks the database, and that all its folders exist, also while a service runs. `--config FILE` checks
+    the file, the flags beside it, the model, the certificate, and whether the service can listen. Nothing is changed.
     """
+    if any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in ("config", "model")):
+        _check_settings(context, as_json)
+        return
+    data = values[parameter_of("data")]
+    if data is None or not data.is_dir():
+        raise click.UsageError("specify the folder of a service with --data, or a configuration file with --config")
+    _check_folder(context, data, files, as_json)
+
+
+def _check_settings(context: click.Context, as_json: bool) -> None:
+    from twinkle_server.configuration import describe
+    from twinkle_server.serve import try_settings
+
+    found = effective(context)
+    with user_errors():
+        notes = try_settings(found.settings)
+    changed = [row for row in describe(found) if row["origin"] != "default"]
+    lines = [f"{row['key']}: {row['value']} ({row['origin']})" for row in changed]
+    echo({"settings": changed, "notes": notes}, as_json, [*lines, *notes, "the settings are valid"])
+
+
+def _check_folder(context: click.Context, data: Path, files: bool, as_json: bool) -> None:
     from twinkle_server.store.inspection import check_database, check_whole
 
     with user_errors():
@@ -246,7 +353,7 @@ def check(data: Path, files: bool, as_json: bool) -> None:
     failed = bool(report["missing"] or report["damaged"])
     last = "restore them from a backup, or from `twinkle server trash`" if failed else "the database is intact"
     echo(report, as_json, [*lines, f"{report['checked']} folders checked; {last}"])
-    click.get_current_context().exit(1 if failed else 0)
+    context.exit(1 if failed else 0)
 
 
 @main.command("set-aside", context_settings=_NAMES)

@@ -21,7 +21,7 @@ from twinkle_server.engine.files import Published
 from twinkle_server.engine.messages import LinkClosed, Message
 from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Task, TaskQueues, cancelled
 from twinkle_server.engine.runner import OperationRunner, Sources
-from twinkle_server.engine.scheduler import Sampling, Scheduler, TimeSharing
+from twinkle_server.engine.scheduler import Sampling, Scheduler, TimeSharing, Weights
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.settings import Settings
 
@@ -65,7 +65,8 @@ class Host:
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._backlog: deque[_Item] = deque()  # received, but not handled
         self._queues = TaskQueues()
-        self._scheduler = Scheduler(self._queues)
+        self._weights = Weights()
+        self._scheduler = Scheduler(self._queues, self._weights)
         pieces = _PIECES if executor.interruptible else 1
         self._turn_tokens = pieces * executor.pass_tokens
         sources = Sources(settings.data)
@@ -80,7 +81,7 @@ class Host:
             seconds=settings.times.snapshot,
             thread=threads(1, "snapshots"),
         )
-        self._sampling = Sampling(executor, sources, link.send)
+        self._sampling = Sampling(executor, sources, link.send, self._weights)
         self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
         self._runner = OperationRunner(
             executor=executor,
@@ -205,6 +206,8 @@ class Host:
             self._queues.add(Task.of_run(item))
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
             self._queues.add(Task.of_order(item))
+        elif item.type == messages.WEIGHTS:
+            self._weights.replace(item.head["weights"])
         elif item.type == messages.DRAIN:
             self._draining = True
             self._snapshots.drain()

@@ -22,6 +22,7 @@ RESTORE = "restore"  #                    queue, folder (None: without a snapsho
 DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
 CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
+WEIGHTS = "weights"  #                    weights: by tenant; of the others it is 1                   -
 DRAIN = "drain"  #                        end the current pass, snapshot changed models, then DRAINED -
 # from the engine
 READY = "ready"  #                        info: fields of ModelInfo                                  -

@@ -4,10 +4,11 @@ Sampling requests are decoded together and admitted fairly; those that ran in a 
 """
 
 import heapq
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from twinkle_server.operations import Sample
 STEPS = 16
 """Maximum number of models in a fused optimizer step."""
 _LARGEST = 2**20
+_ROUNDING = 1e-6  # tokens; quanta are fractions
+_COUNTERS = 4096  # tenants
 
 
 class Alternation:
@@ -58,29 +61,53 @@ class Alternation:
             self._last = seconds
 
 
-class DeficitRoundRobin:
-    """Fills passes so that tenants with more work than fits get the same number of tokens.
-
-    Each round gives every tenant the same quantum of tokens; what it cannot spend yet is kept for the next pass, and
-    what it does not need is dropped (Shreedhar and Varghese, 1995).
-    """
+class Weights:
+    """The share of each tenant in the computed tokens; the others' weight is 1."""
 
     def __init__(self) -> None:
-        self._deficits: dict[str, int] = {}
+        self._weights: Mapping[str, float] = {}
+
+    def replace(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of all tenants that have one."""
+        self._weights = dict(weights)
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+
+class DeficitRoundRobin:
+    """Fills passes so that tenants with more work than fits get tokens in proportion to their weights.
+
+    Each round gives every tenant a quantum of tokens in proportion to its weight; what it cannot spend yet is kept for
+    the next pass, and what it does not need is dropped (Shreedhar and Varghese, 1995). Whatever the passes, two tenants
+    that always have work differ in tokens divided by weight by at most two quanta and one operation.
+
+    Args:
+        weights: of the tenants.
+    """
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self._weights = weights or Weights()
+        self._deficits: dict[str, float] = {}
+        self._interrupted: str | None = None  # has its quantum of this round, and tasks that did not fit into the pass
 
     def fill(self, queues: Mapping[str, "TenantQueue"], budget: int) -> list[Task]:
         """Take tasks from non-empty queues; an operation above the budget is taken alone."""
         self._keep_only(queues)
-        quantum = max(1, budget // len(queues))
+        if next(iter(self._deficits)) != self._interrupted:
+            self._interrupted = None
+        total = sum(self._weights[tenant] for tenant in queues)
+        quanta = {tenant: budget * self._weights[tenant] / total for tenant in queues}
         selected: list[Task] = []
         left = budget
         waiting = {tenant: queues[tenant] for tenant in self._deficits}
         while waiting:
             moved = False
             for tenant, queue in list(waiting.items()):
-                if self._deficits[tenant] < queue.next.tokens:
-                    self._deficits[tenant] += quantum
-                while queue and queue.next.tokens <= self._deficits[tenant]:
+                if tenant != self._interrupted:
+                    self._deficits[tenant] += quanta[tenant]
+                self._interrupted = None
+                while queue and queue.next.tokens <= self._deficits[tenant] + _ROUNDING:
                     if selected and queue.next.tokens > left:
                         self._start_next_with(tenant)
                         return selected
@@ -94,24 +121,26 @@ class DeficitRoundRobin:
             if selected and all(queue.next.tokens > left for queue in waiting.values()):
                 break
             if not moved:
-                self._skip_rounds(waiting, quantum)
+                self._skip_rounds(waiting, quanta)
         return selected
 
     def _keep_only(self, queues: Mapping[str, "TenantQueue"]) -> None:
         kept = {tenant: deficit for tenant, deficit in self._deficits.items() if tenant in queues}
-        self._deficits = kept | {tenant: 0 for tenant in queues if tenant not in kept}
+        self._deficits = kept | {tenant: 0.0 for tenant in queues if tenant not in kept}
 
     def _start_next_with(self, tenant: str) -> None:
-        """Start the next pass with a tenant whose task did not fit into this one."""
+        """Continue the round in the next pass, with a tenant whose task did not fit into this one."""
+        self._interrupted = tenant
         tenants = list(self._deficits)
         place = tenants.index(tenant)
         self._deficits = {name: self._deficits[name] for name in tenants[place:] + tenants[:place]}
 
-    def _skip_rounds(self, waiting: Mapping[str, "TenantQueue"], quantum: int) -> None:
+    def _skip_rounds(self, waiting: Mapping[str, "TenantQueue"], quanta: Mapping[str, float]) -> None:
         """Skip rounds in which no tenant could take a task."""
-        rounds = min(-(-(queue.next.tokens - self._deficits[name]) // quantum) for name, queue in waiting.items()) - 1
+        lacking = ((queue.next.tokens - self._deficits[name]) / quanta[name] for name, queue in waiting.items())
+        rounds = max(0, math.ceil(min(lacking) - _ROUNDING) - 1)
         for name in waiting:
-            self._deficits[name] += max(0, rounds) * quantum
+            self._deficits[name] += rounds * quanta[name]
 
 
 class TenantQueue:
@@ -151,11 +180,12 @@ class Scheduler:
 
     Args:
         queues: the waiting tasks.
+        weights: of the tenants.
     """
 
-    def __init__(self, queues: TaskQueues) -> None:
+    def __init__(self, queues: TaskQueues, weights: Weights | None = None) -> None:
         self._queues = queues
-        self._passes = DeficitRoundRobin()
+        self._passes = DeficitRoundRobin(weights)
         self._served: set[str] = set()
         self._stepped: set[str] = set()
         self._repeated = False  # the last turn repeated recorded passes
@@ -212,8 +242,48 @@ def _earliest(heads: list[Task]) -> list[Task]:
     return [task for task in recorded if task.first_pass == earliest]
 
 
+class TokenCounters:
+    """Counts the tokens that sampling has computed for each tenant, divided by its weight.
+
+    The next request is of the tenant with the lowest counter. A tenant that comes back starts no lower than the lowest
+    of those who are there: nobody saves up a claim (virtual token counters; Sheng et al., OSDI 2024).
+
+    Args:
+        weights: of the tenants.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._counters: dict[str, float] = {}
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def enter(self, tenant: str, advances: Mapping[str, int]) -> None:
+        """Begin to count a tenant that had no request.
+
+        Args:
+            tenant: the tenant.
+            advances: of the tenants that have requests: tokens that were charged and are not yet computed.
+        """
+        if not advances:
+            self._counters.clear()
+            return
+        lowest = min(self[other] - tokens / self._weights[other] for other, tokens in advances.items())
+        self._counters[tenant] = max(self[tenant], lowest)
+        if len(self._counters) > _COUNTERS:  # those below the lowest are equal to new ones
+            kept = {name: value for name, value in self._counters.items() if name in advances or value > lowest}
+            self._counters = kept | {tenant: self._counters[tenant]}
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count tokens; a negative number returns what was charged in advance."""
+        self._counters[tenant] = self[tenant] + tokens / self._weights[tenant]
+
+
 TOGETHER = 256
-"""Maximum number of sequences sampled at once. The next request is of the tenant with the fewest sequences."""
+"""Maximum number of sequences sampled at once. The next request is of the tenant with the fewest tokens."""
+EXPECTED = 64
+"""Tokens of a sequence that are charged in advance; its length is known only at its end."""
 
 
 class Sampling:
@@ -223,19 +293,25 @@ class Sampling:
         executor: decodes.
         source: returns the verified folder of a checkpoint.
         report: sends messages to the service.
+        weights: of the tenants.
 
     Attributes:
         begins: called with a request just before it is submitted to the engine, which takes memory.
     """
 
     def __init__(
-        self, executor: Executor, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
+        self,
+        executor: Executor,
+        source: Callable[[str | None], Path | None],
+        report: Callable[[Message], None],
+        weights: Weights | None = None,
     ) -> None:
         self.begins: Callable[[int], None] = lambda operation: None
         self._executor, self._source, self._report = executor, source, report
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
+        self._counters = TokenCounters(weights or Weights())
         self._sequences: Counter[str] = Counter()  # running, by tenant
-        self._counts: dict[int, int] = {}  # sequences by request
+        self._charges: dict[int, _Charge] = {}  # by running request
         self.running: dict[int, Task] = {}
 
     def __len__(self) -> int:
@@ -243,6 +319,8 @@ class Sampling:
 
     def add(self, task: Task) -> None:
         """Add a request; `admit` starts it when the limit allows."""
+        if task.tenant not in self._waiting and task.tenant not in self._sequences:
+            self._counters.enter(task.tenant, self._advances())
         self._waiting.setdefault(task.tenant, {})[task.id] = task
 
     def cancel(self, operation: int) -> bool:
@@ -271,8 +349,9 @@ class Sampling:
                 self._report(failed(task, error))
                 continue
             self.running[task.id] = task
-            self._counts[task.id] = max(1, sample.count)
-            self._sequences[task.tenant] += self._counts[task.id]
+            charge = self._charges[task.id] = _Charge.of(sample)
+            self._sequences[task.tenant] += charge.sequences
+            self._counters.charge(task.tenant, len(sample.tokens) + charge.output)
 
     def decode(self) -> int:
         """Run one decode step, report the requests that ended, and return the number of their tokens."""
@@ -285,7 +364,17 @@ class Sampling:
             return 0
         for sampled in ended:
             self._finish(sampled)
+        for number, charge in self._charges.items():
+            if more := charge.step():
+                self._counters.charge(self.running[number].tenant, more)
         return sum(sampled.tokens for sampled in ended)
+
+    def _advances(self) -> dict[str, int]:
+        """Return, for each tenant with requests, the tokens that were charged and are not yet computed."""
+        advances = dict.fromkeys([*self._waiting, *self._sequences], 0)
+        for number, charge in self._charges.items():
+            advances[self.running[number].tenant] += max(0, charge.output - charge.computed)
+        return advances
 
     def _next(self) -> Task | None:
         """Return the request to submit next; None if it must wait."""
@@ -293,20 +382,23 @@ class Sampling:
         if full or not self._waiting:
             return None
         heads = (next(iter(tasks.values())) for tasks in self._waiting.values())
-        task = min(heads, key=lambda head: (self._sequences[head.tenant], head.order))
+        task = min(heads, key=lambda head: (self._counters[head.tenant], head.order))
         return None if task.alone and self.running else task
 
     def _finish(self, sampled: Sampled) -> None:
-        if (task := self._leave(sampled.key)) is None:
+        if (task := self._leave(sampled.key, sampled.tokens)) is None:
             return
         if sampled.result is None:
             self._report(failed(task, sampled.error or RuntimeError("a request ended without a result")))
         else:
             self._report(done(task, sampled.result))
 
-    def _leave(self, operation: int) -> Task | None:
+    def _leave(self, operation: int, tokens: int | None = None) -> Task | None:
+        """Remove a running request; return what was charged beyond its tokens, if their number is known."""
         if (task := self.running.pop(operation, None)) is not None:
-            self._sequences[task.tenant] -= self._counts.pop(operation)
+            charge = self._charges.pop(operation)
+            self._counters.charge(task.tenant, (charge.computed if tokens is None else tokens) - charge.output)
+            self._sequences[task.tenant] -= charge.sequences
             if not self._sequences[task.tenant]:
                 del self._sequences[task.tenant]
         return task
@@ -326,6 +418,40 @@ class Sampling:
                 self._waiting[task.tenant] = {task.id: replace(task, alone=True)} | self._waiting.get(task.tenant, {})
         if len(tasks) == 1:
             self._report(failed(tasks[0], error))
+
+
+@dataclass(slots=True)
+class _Charge:
+    """What a running request was charged.
+
+    Attributes:
+        sequences: their number.
+        output: sampled tokens that were charged.
+        steps: decode steps so far.
+    """
+
+    sequences: int
+    output: int
+    steps: int = 0
+
+    @classmethod
+    def of(cls, sample: Sample) -> "_Charge":
+        """Return the charge of a request that begins."""
+        sequences = max(1, sample.count)
+        longest = EXPECTED if sample.max_tokens is None else max(1, sample.max_tokens)
+        return cls(sequences, sequences * min(EXPECTED, longest))
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the decode steps so far."""
+        return self.sequences * self.steps
+
+    def step(self) -> int:
+        """Count a decode step; return the tokens that must be charged in addition."""
+        self.steps += 1
+        more = max(0, self.computed - self.output)
+        self.output += more
+        return more
 
 
 _REPORT_EVERY = 0.5  # seconds of decoding in one PASSED message

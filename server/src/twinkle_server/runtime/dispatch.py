@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -144,6 +144,16 @@ class Dispatcher:
         self.child: Child | None = None
         self.stopped = False
         self.replays = 0
+        self._weights: Mapping[str, float] = {}
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants in the engine; those of all others are 1."""
+        if weights != self._weights:
+            self._weights = dict(weights)
+            self.send_order(self._weights_message())
+
+    def _weights_message(self) -> Message:
+        return Message(messages.WEIGHTS, {"weights": dict(self._weights)})
 
     # Queues
 
@@ -467,6 +477,8 @@ class Dispatcher:
     def engine_up(self, child: Child) -> None:
         """Start sending to a new engine."""
         self.child = child
+        if self._weights:
+            self.send_order(self._weights_message())
         for queue in list(self.queues.values()):
             self.send_ready(queue)
 

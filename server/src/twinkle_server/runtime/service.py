@@ -19,9 +19,10 @@ from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
 from twinkle_server.store.tables import meta
 from twinkle_server.telemetry.status import read_figures
+from twinkle_server.tenancy.quotas import weights_of
 
 _log = logging.getLogger(__name__)
-_PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # intervals in seconds
+_PURGE, _PROBE, _ROOM, _WEIGHTS = 60.0, 1.0, 10.0, 2.0  # intervals in seconds
 
 
 class Service(Runtime):
@@ -54,6 +55,8 @@ class Service(Runtime):
             _log.warning(
                 "%d models could not be restored at an earlier start; trying again from their stored state", retried
             )
+        await self._weigh()
+        self.janitor.add("weights of keys", _WEIGHTS, self._weigh)
         times = self._settings.times
         every = min(10.0, times.session / 4)
         self.janitor.add("session expiry", every, self._sessions.expire)
@@ -80,6 +83,11 @@ class Service(Runtime):
         """Return the current figures of the service and of the database."""
         figures = {**await super().status(), **await read_figures(self._store.database)}
         return {**figures, **await self._upkeep.figures()}
+
+    async def _weigh(self) -> None:
+        """Tell the engine the weights of the tenants' keys, which may change at any time."""
+        if self._settings.auth:
+            self.dispatcher.weigh(weights_of(await self._store.keys.all()))
 
     async def _probe(self) -> None:
         """Write a row if the last commit failed, because `/readyz` may keep all other writers away."""

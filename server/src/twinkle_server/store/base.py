@@ -3,13 +3,16 @@
 import asyncio
 from pathlib import Path
 
-from sqlalchemy import Connection, func, select
+import structlog
+from sqlalchemy import Connection, delete, func, select, update
 from sqlalchemy.dialects import sqlite
 
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle_server.errors import StoreError
 from twinkle_server.ports import Database
-from twinkle_server.store.tables import checkpoints, meta, models
+from twinkle_server.store.tables import checkpoints, meta, models, samplers
+
+_log = structlog.get_logger(__name__)
 
 
 async def check_base(database: Database, name: str, folder: Path, accept: bool = False) -> None:
@@ -38,6 +41,48 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
             )
     if before != now:
         await database.write(lambda connection: _record(connection, name, now))
+
+
+async def rename_base(database: Database, name: str, folder: Path) -> int:
+    """Give adapters whose base model was named by its path the name that is derived from the path now.
+
+    Earlier versions showed clients the path of a model folder as its name.
+
+    Args:
+        database: of the data folder.
+        name: name of the model for clients; nothing is done unless it is the last part of `folder`.
+        folder: of the model.
+
+    Returns:
+        The number of renamed adapters, sampling sessions and checkpoints.
+    """
+    if name != folder.name:
+        return 0
+    recorded = await database.read(_names)
+    paths = [old for old in recorded if old != name and "/" in old and Path(old).expanduser().absolute() == folder]
+    if not paths:
+        return 0
+    count = await database.write(lambda connection: sum(_rename(connection, old, name) for old in paths))
+    _log.warning("the base model is now called by the name of its folder", name=name, renamed=count)
+    return count
+
+
+def _names(connection: Connection) -> list[str]:
+    """Return the names under which base models were served."""
+    query = select(meta.c.name).where(meta.c.name.startswith("base ", autoescape=True))
+    return [str(name).removeprefix("base ") for name in connection.execute(query).scalars()]
+
+
+def _rename(connection: Connection, old: str, name: str) -> int:
+    """Across tenants: rename a base model."""
+    value = _recorded(connection, old)
+    if value is not None and _recorded(connection, name) is None:
+        _record(connection, name, value)
+    connection.execute(delete(meta).where(meta.c.name == f"base {old}"))
+    tables = (models, samplers, checkpoints)
+    return sum(
+        connection.execute(update(table).where(table.c.base == old).values(base=name)).rowcount for table in tables
+    )
 
 
 def _fingerprint(folder: Path) -> str:

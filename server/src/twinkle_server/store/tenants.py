@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 from sqlalchemy.dialects import sqlite
@@ -44,6 +45,32 @@ class Keys:
         return await self._database.read(
             lambda connection: [rows.record(Key, row) for row in connection.execute(query)]
         )
+
+    async def change(self, name: str, entry: Callable[[Key, Key], AuditEntry], **quotas: float | None) -> Key:
+        """Across tenants: change quotas of a key by its name, and record that in the same transaction.
+
+        Args:
+            name: of an active key.
+            entry: returns the audit entry, given the key before and after.
+            **quotas: values by name; None removes one.
+
+        Raises:
+            NotFound: no active key has this name.
+        """
+        where = (keys.c.name == name, keys.c.revoked.is_(None))
+
+        def work(connection: Connection) -> Key:
+            row = connection.execute(select(keys).where(*where)).one_or_none()
+            if row is None:
+                raise NotFound(f"no active key {name!r}; `twinkle server keys list` shows the keys")
+            before = rows.record(Key, row)
+            merged = {quota: value for quota, value in {**before.quotas, **quotas}.items() if value is not None}
+            after = replace(before, quotas=merged)
+            connection.execute(update(keys).where(*where).values(quotas=merged))
+            add_entry(connection, entry(before, after))
+            return after
+
+        return await self._database.write(work)
 
     async def revoke(self, name: str, now: float) -> Key:
         """Across tenants: revoke a key by its name, for the operator.
@@ -112,8 +139,12 @@ KINDS: Mapping[str, str] = {
 """Kinds of usage by kind of operation; other operations are not counted."""
 
 
+REQUESTS = "requests"
+"""Kind of usage whose `tokens` are the number of operations that ended, whatever their outcome."""
+
+
 class UsageLog:
-    """Sums the tokens of done operations; a crash loses what was added since the last `flush`."""
+    """Sums tokens and requests of tenants; a crash loses what was added since the last `flush`."""
 
     def __init__(self, table: UsageTable) -> None:
         self._table = table
@@ -123,6 +154,10 @@ class UsageLog:
         """Count a done operation."""
         if tokens and (name := KINDS.get(kind)):
             self._tokens[tenant, day_of(time.time()), name] += tokens
+
+    def count(self, tenant: str) -> None:
+        """Count an operation that ended, whatever its outcome."""
+        self._tokens[tenant, day_of(time.time()), REQUESTS] += 1
 
     async def flush(self) -> None:
         """Write the sums; after an error they are kept, except when the write may have succeeded (cancellation)."""

@@ -33,6 +33,7 @@ class Metrics:
         self._marks: dict[str, str] = {}
         self._answers: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.spent: Callable[[str, int, str], None] = lambda kind, tokens, tenant: None
+        self.ended: Callable[[str], None] = lambda tenant: None
         self.registry = registry = CollectorRegistry()
         self._operations = _counter(registry, "operations", "Finished operations.", "kind", "outcome")
         self._waited = _histogram(
@@ -67,6 +68,7 @@ class Metrics:
         """
         self._operations.labels(kind, outcome).inc()
         self._waited.labels(kind).observe(max(0.0, seconds))
+        self.ended(tenant)
         if outcome == "done" and tokens:
             self.spent(kind, tokens, tenant)
             self._tokens.labels(kind).inc(tokens)

@@ -181,6 +181,28 @@ async def issue(
     return key
 
 
+async def change(store: Store, name: str, quotas: Mapping[str, float | None]) -> Key:
+    """Change quotas of a key by its name; a running service notices it within seconds.
+
+    Args:
+        store: an open store; a server may run on the same directory.
+        name: of an active key.
+        quotas: see `Quotas`; None removes one.
+
+    Raises:
+        BadRequest: a quota is unknown or invalid.
+        NotFound: no active key has this name.
+    """
+    Quotas.read({quota: 1 if value is None else value for quota, value in quotas.items()})
+    now = time.time()
+
+    def entry(before: Key, after: Key) -> AuditEntry:
+        details = {"key": after.id, "name": after.name, "before": before.quotas, "after": after.quotas}
+        return AuditEntry(now, after.tenant, "key.quotas", details)
+
+    return await store.keys.change(name, entry, **quotas)
+
+
 async def revoke(store: Store, name: str) -> Key:
     """Revoke a key by its name.
 

@@ -4,7 +4,7 @@ A rate never fails accepted operations; it delays the next ones, with the second
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, or_, select
 from twinkle_server.errors import BadRequest, Busy, Forbidden
 from twinkle_server.operations import Accepted, Kind, ModelInfo, Submission
 from twinkle_server.ports import Service
+from twinkle_server.store.records import Key
 from twinkle_server.store.tables import checkpoints, models
 from twinkle_server.telemetry.logs import OPERATION, log_accepted, names
 from twinkle_server.tenancy.auth import CURRENT, Caller
@@ -32,6 +33,8 @@ class Quotas:
         adapters: maximum number of models of the tenant.
         bytes: maximum size of all checkpoints of the tenant.
         keep: number of newest checkpoints per model and kind; older ones are deleted.
+        weight: share of the computed tokens when several tenants wait; None is 1. Of several keys of a tenant, the
+            largest counts.
     """
 
     tokens_per_second: float | None = None
@@ -39,6 +42,7 @@ class Quotas:
     adapters: int | None = None
     bytes: int | None = None
     keep: int | None = None
+    weight: float | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -51,10 +55,30 @@ class Quotas:
         for name, value in values.items():
             if name not in names:
                 raise BadRequest(f"unknown quota {name!r}; available: {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise BadRequest(f"the quota {name} must be a positive number, got {value!r}")
-        converted = {name: value if name == "tokens_per_second" else int(value) for name, value in values.items()}
+            if name not in FRACTIONS and value != int(value):
+                raise BadRequest(f"the quota {name} must be a whole number, got {value!r}")
+        low, high = WEIGHTS
+        if not low <= values.get("weight", 1.0) <= high:
+            raise BadRequest(f"the weight must be between {low:g} and {high:g}, got {values['weight']!r}")
+        converted = {name: value if name in FRACTIONS else int(value) for name, value in values.items()}
         return cls(**converted)
+
+
+FRACTIONS = frozenset({"tokens_per_second", "weight"})
+"""Quotas that need not be whole numbers."""
+WEIGHTS = (0.01, 1000.0)
+"""Smallest and largest weight."""
+
+
+def weights_of(keys: Sequence[Key]) -> dict[str, float]:
+    """Return the weights of tenants that are not 1, from their keys."""
+    weights: dict[str, float] = {}
+    for key in keys:
+        weight = float(key.quotas.get("weight") or 1.0)
+        weights[key.tenant] = max(weight, weights.get(key.tenant, weight))
+    return {tenant: weight for tenant, weight in weights.items() if weight != 1.0}
 
 
 @dataclass(slots=True)

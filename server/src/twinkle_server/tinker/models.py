@@ -29,6 +29,7 @@ from twinkle_server.requests import (
 )
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
+from twinkle_server.telemetry.health import is_local
 
 router = APIRouter()
 _RANKS = 1024
@@ -135,7 +136,7 @@ async def get_info(request: Request) -> Response:
     body = await read(request, GetInfo)
     model = await state.store.models.get(caller.tenant, body.model_id)
     info = state.service.info
-    data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
+    data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": tokenizer_of(state, request)}
     return json_response(
         {
             "type": "get_info",
@@ -180,6 +181,20 @@ async def unload_model(request: Request) -> Response:
     return accepted_response(accepted, model_id=model.id)
 
 
+def tokenizer_of(state: AppState, request: Request) -> str | None:
+    """Return where the sender of a request loads the tokenizer; None if the model has none.
+
+    A folder of this machine is only named to the operator on this machine. Others get the last part of the model's
+    name: `GET /twinkle/tokenizer` has the files, and the SDK finds them in a folder of that name.
+    """
+    folder, public = state.service.info.tokenizer, state.settings.tokenizer
+    if public or not folder:
+        return public
+    if caller_of(request).role == "operator" and is_local(request.scope):
+        return folder
+    return state.service.info.name.rstrip("/").rpartition("/")[2]
+
+
 def check_free(connection: Any, tenant: str, run: str) -> None:
     """Check within a transaction that a run id is unused.
 
@@ -200,7 +215,8 @@ def check_base(state: AppState, name: str | None) -> None:
         BadRequest: it is another; the message names the served model.
     """
     served = state.service.info.name
-    if name is not None and name != served:
+    # Earlier versions served a model folder under its path, which scripts may still contain.
+    if name is not None and name not in (served, state.settings.model):
         raise BadRequest(f"base_model must be {served!r}, the served model, got {name[:300]!r}")
 
 
