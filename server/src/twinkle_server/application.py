@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from twinkle_server import ports
 from twinkle_server.app_state import AppState, Records
 from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.dashboard.pages import PREFIX as PREFIX_OF_PAGES
+from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
@@ -23,6 +25,7 @@ from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
 from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
 from twinkle_server.telemetry.metrics import Metrics, TelemetryMiddleware
+from twinkle_server.telemetry.overview import Overview
 from twinkle_server.tenancy.auth import AuditMiddleware, Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.quotas import Limited, Meter
@@ -61,10 +64,16 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         return await service.status()
 
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
-    add_routes(application.router, health_routes(service.ready, status, metrics, access))
+    overview = Overview(service, store, metrics.window)
+    add_routes(application.router, health_routes(service.ready, status, metrics, access, overview.read))
+    if settings.dashboard:
+        add_routes(application.router, Dashboard(service, store, settings, overview, keys).router())
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
+    open_paths, prefixes = (
+        (PROBES | INSIDE | {"/"}, (PREFIX_OF_PAGES,)) if settings.dashboard else (PROBES | INSIDE, ())
+    )
+    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, open_paths, prefixes)
     return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
 
 

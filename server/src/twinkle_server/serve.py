@@ -196,7 +196,7 @@ async def _answer(
     server = _server(application)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(service.wait_ready(), name="ready")
-    ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost))}
+    ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost, service.stop_requested))}
     try:
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():

@@ -70,6 +70,9 @@ class Times:
         loss_start: time of the import of such a plugin, at most half of `deadline`.
         upkeep: interval at which expired checkpoints, and those over a quota, are removed.
         trash: retention of a removed checkpoint in the trash.
+        kept_figures: retention of the figures of a run after its last training operation.
+        kept_rollouts: retention of recorded rows.
+        login: time after which a login to the dashboard ends.
     """
 
     poll: float = 30.0
@@ -93,7 +96,27 @@ class Times:
     loss_start: float = 60.0
     upkeep: float = 600.0
     trash: float = 86400.0
+    kept_figures: float = 30 * 86400.0
+    kept_rollouts: float = 7 * 86400.0
+    login: float = 12 * 3600.0
     revocations: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Which sampled rows of training are kept to be read in the dashboard. They contain texts of tenants.
+
+    Attributes:
+        rows: newest rows of each run that are kept; 0 records none.
+        tokens: maximum number of tokens of a row; longer ones are cut.
+        bytes: size of all kept rows together; the oldest are deleted first.
+        operator: whether operators may read rows of other tenants.
+    """
+
+    rows: int = 32
+    tokens: int = 1024
+    bytes: int = 64 * 2**20
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +148,12 @@ class Settings:
         accept_base: serve the model although the adapters in the directory were trained on another one.
         limits: size limits, see `Limits`.
         times: time limits, see `Times`.
+        rollouts: which sampled rows are kept to be read, see `Rollouts`.
+        dashboard: serve the dashboard at `/`.
+        otlp_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces; None uses the environment
+            variable `OTEL_EXPORTER_OTLP_ENDPOINT`, and records no traces without it.
+        trace_share: share of the requests that are traced, if their client does not decide; None uses the
+            environment variables `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG`.
         extra: additional options of the engine.
     """
 
@@ -149,6 +178,10 @@ class Settings:
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    dashboard: bool = True
+    otlp_endpoint: str | None = None
+    trace_share: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -171,5 +204,6 @@ class Settings:
             in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
+            rollouts=Rollouts(**fields.pop("rollouts")),
             **fields,
         )

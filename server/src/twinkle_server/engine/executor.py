@@ -3,6 +3,7 @@
 The models of tenants are adapters of the engine: created, saved, loaded, restored and removed (`Models`).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,14 +25,17 @@ from twinkle.engine import (
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
-from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
+from twinkle_server.engine.losses.building import REWARDS, SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.queues import Composition
+from twinkle_server.engine.recording import Recorded, Recorder, TrainedRow
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
+from twinkle_server.wire.codec import Array
 
+_log = logging.getLogger(__name__)
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
 
 
@@ -128,6 +132,11 @@ class Models:
         if (model := self._models.pop(queue_id, None)) is not None:
             self._engine.remove(model.ref)
 
+    def places(self) -> dict[str, list[int]]:
+        """Return the bytes of each model on the device, in host memory, and on disk."""
+        sizes = {queue_id: self._engine.bytes_of(model.ref) for queue_id, model in self._models.items()}
+        return {queue_id: [size.device, size.host, size.disk] for queue_id, size in sizes.items()}
+
     def _add(self, queue_id: str, spec: AdapterSpec) -> Model:
         if queue_id in self._models:
             raise UserError(f"model {queue_id!r} already exists")
@@ -186,12 +195,14 @@ class Pass:
         payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added.
         number: number of the operation, a seed of dropout.
         composition: composition of an earlier run of the operation; see `twinkle.engine.Operation`.
+        record: whether to record its figures and rollouts; a replay was recorded before.
     """
 
     queue_id: str
     payload: bytes
     number: int
     composition: Composition | None = None
+    record: bool = True
 
 
 @dataclass(slots=True)
@@ -203,12 +214,14 @@ class Cost:
         padded: padding tokens that were computed.
         flops: floating-point operations.
         compositions: composition of the operations whose numbers depend on it, by their index in the call.
+        recorded: what is recorded of the operations that train, by their index in the call.
     """
 
     tokens: int = 0
     padded: int = 0
     flops: float = 0.0
     compositions: Mapping[int, Composition] = field(default_factory=dict)
+    recorded: dict[int, Recorded] = field(default_factory=dict)
 
 
 class Executor:
@@ -223,6 +236,7 @@ class Executor:
         losses: the losses that requests may name; the default is those of Twinkle and of the engine.
         custom_losses: whether clients may send loss graphs.
         custom_seconds: time limit of such a loss for one operation.
+        recorder: records figures and rollouts of operations that train.
     """
 
     def __init__(
@@ -233,6 +247,7 @@ class Executor:
         *,
         custom_losses: bool = False,
         custom_seconds: float = Limits().graph_seconds,
+        recorder: Recorder = Recorder(),  # noqa: B008
     ) -> None:
         self.engine = engine
         about = engine.describe()
@@ -248,6 +263,7 @@ class Executor:
             paths=about.paths,
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
+        self._recorder = recorder
         self._models = Models(engine, name)
         self._samples = Samples(engine, self._info)
 
@@ -278,10 +294,15 @@ class Executor:
                 results[index] = public_error(error)
         cost = Cost()
         compositions: dict[int, Composition] = {}
+        kinds = {index: operation.kind for index, operation, _ in operations}
         outcomes = self.engine.run([operation for _, operation, _ in operations]) if operations else []
         for (index, _, rows), outcome in zip(operations, outcomes, strict=True):
-            results[index] = _output(outcome, rows)
+            logprobs = _logprobs(outcome, rows)
+            results[index] = logprobs if isinstance(logprobs, Exception) else _output(outcome, logprobs)
             if isinstance(outcome, OperationResult):
+                trains = kinds[index] == "forward_backward" and passes[index].record
+                if trains and not isinstance(logprobs, Exception):
+                    self._record(cost, index, rows, outcome, logprobs)
                 cost.tokens += outcome.usage.tokens
                 cost.padded += outcome.usage.padded
                 cost.flops += outcome.usage.flops
@@ -289,6 +310,13 @@ class Executor:
                     compositions[index] = Composition(outcome.composition)
         cost.compositions = compositions
         return results, cost
+
+    def _record(self, cost: Cost, index: int, rows: Rows, outcome: OperationResult, logprobs: Sequence[Array]) -> None:
+        """Record an operation; it has had its effect, so an error here must not fail it."""
+        try:
+            cost.recorded[index] = self._recorder.record(_trained(rows, logprobs), *_sums(outcome))
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            _log.exception("the figures of an operation were not recorded")
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """Set the function to call between forward passes; it may sample."""
@@ -382,6 +410,10 @@ class Executor:
         with public_errors():
             self._models.restore(queue_id, folder)
 
+    def places(self) -> dict[str, list[int]]:
+        """Return where each model's adapter is: its bytes on the device, in host memory, and on disk."""
+        return self._models.places()
+
     def drop_plugins(self) -> None:
         """End the worker processes of revoked plugins."""
         self._losses.end_dropped()
@@ -429,17 +461,45 @@ def _step_of(ref: Any, step: OptimStep) -> Step:
     return Step(ref, step.grad_clip_norm, options, divide=False, zero_if_none=True)
 
 
-def _output(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Exception:
+def _logprobs(outcome: OperationResult | OperationError, rows: Rows) -> list[Array] | Exception:
+    """Return the log-probabilities of each row's targets, or the error of the operation."""
     if isinstance(outcome, OperationError):
         return public_error(outcome.error)
-    outputs = []
+    arrays = []
     for output, shape in zip(outcome.outputs, rows.shapes, strict=True):
         if "logps" not in output:
             return UserError("this loss does not return token logprobs; use another loss")
-        outputs.append({"logprobs": np.asarray(_on_host(output["logps"]), np.float32).reshape(shape)})
-    metrics = dict(_metric(name, float(value), len(rows.shapes)) for name, value in outcome.metrics.items())
+        arrays.append(np.asarray(_on_host(output["logps"]), np.float32).reshape(shape))
+    return arrays
+
+
+def _output(outcome: Any, logprobs: Sequence[Array]) -> bytes:
+    metrics = dict(_metric(name, float(value), len(logprobs)) for name, value in outcome.metrics.items())
     metrics["loss:sum"] = float(outcome.loss_sum or 0.0)
-    return codec.forward_backward_output(outputs, metrics)
+    return codec.forward_backward_output([{"logprobs": array} for array in logprobs], metrics)
+
+
+def _sums(outcome: OperationResult) -> tuple[float, Mapping[str, float]]:
+    """Return the loss and the metrics of an operation, as sums over its rows."""
+    return float(outcome.loss_sum or 0.0), {name: float(value) for name, value in outcome.metrics.items()}
+
+
+def _trained(rows: Rows, logprobs: Sequence[Array]) -> list[TrainedRow]:
+    """Return the rows of an operation for the recorder; rows with several targets per position only count."""
+    return [
+        _trained_row(feature, noted, array)
+        for feature, noted, array in zip(rows.features, rows.noted, logprobs, strict=True)
+    ]
+
+
+def _trained_row(feature: Mapping[str, Any], noted: Mapping[str, Array], logprobs: Array) -> TrainedRow:
+    row = TrainedRow(feature["input_ids"], feature["labels"], logprobs, feature.get("loss_scale"))
+    if noted:
+        rewards = noted.get(REWARDS)
+        row.reward = None if rewards is None else float(rewards.sum(dtype=np.float64))
+        same = {name: array for name, array in noted.items() if array.shape == logprobs.shape and array.ndim == 1}
+        row.sampled, row.advantages, row.mask = same.get("logprobs"), same.get("advantages"), same.get("mask")
+    return row
 
 
 def _on_host(logps: Any) -> Any:

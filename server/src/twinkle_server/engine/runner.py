@@ -14,7 +14,7 @@ from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.errors import Lost, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Composition, Task, TaskQueues, done
+from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, rollouts
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
@@ -238,7 +238,7 @@ class OperationRunner:
 
     def _end(
         self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None,
-        composition: Composition | None = None,
+        composition: Composition | None = None, figures: str | None = None,
     ) -> None:  # fmt: skip
         """Report the end of a task, and count its number as applied."""
         if isinstance(result, EngineFault):
@@ -246,10 +246,15 @@ class OperationRunner:
         if task.replay and isinstance(result, Exception):
             self._mark_broken(task.queue_id)
         self._snapshots.applied(task)
-        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
+        if isinstance(result, Exception):
+            self._report(failed(task, result))
+        else:
+            self._report(done(task, result, extra, composition, figures))
 
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
-        passes = [Pass(task.queue_id, task.payload, task.number, task.composition) for task in tasks]
+        passes = [
+            Pass(task.queue_id, task.payload, task.number, task.composition, record=not task.replay) for task in tasks
+        ]
         try:
             results, cost = self._executor.run(passes)
         except EngineFault:
@@ -263,7 +268,12 @@ class OperationRunner:
         reach("engine.after_pass")
         for place, (task, result) in enumerate(zip(tasks, results, strict=True)):
             trains = task.kind == "forward_backward" and not task.replay
-            self._end(task, result, composition=cost.compositions.get(place) if trains else None)
+            recorded = cost.recorded.get(place)
+            figures = None if recorded is None else recorded.figures
+            composition = cost.compositions.get(place) if trains else None
+            self._end(task, result, composition=composition, figures=figures)
+            if recorded is not None and recorded.rollouts:
+                self._report(rollouts(task, recorded))
         return cost
 
     def _halves(self, tasks: Sequence[Task]) -> Cost:
@@ -300,8 +310,12 @@ class OperationRunner:
                 return
             results = [error]
         reach("engine.after_step")
-        for (task, _), result in zip(steps, results, strict=True):
-            self._end(task, result if isinstance(result, Exception) else _metrics(result))
+        for (task, step), result in zip(steps, results, strict=True):
+            if isinstance(result, Exception):
+                self._end(task, result)
+            else:
+                figures = None if task.replay else _figures_of_step(step, result)
+                self._end(task, _metrics(result), figures=figures)
 
     def _barrier(self, task: Task) -> None:
         try:
@@ -349,3 +363,9 @@ class OperationRunner:
 def _metrics(values: Mapping[str, float]) -> bytes:
     """Serialize the metrics of an optimizer step; values that are not finite are dropped, since JSON has none."""
     return orjson.dumps({"metrics": {name: value for name, value in values.items() if math.isfinite(value)}})
+
+
+def _figures_of_step(step: OptimStep, values: Mapping[str, float]) -> str:
+    """Return the figures of an optimizer step for `recording`: learning rate, and the metrics that are finite."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    return orjson.dumps({"lr": step.learning_rate, **finite}).decode()
