@@ -23,7 +23,7 @@ from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
-from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
+from twinkle_server.telemetry.health import INSIDE, PROBES, SCOPED, Access, folder_token, health_routes
 from twinkle_server.telemetry.metrics import Metrics, TelemetryMiddleware
 from twinkle_server.telemetry.overview import Overview
 from twinkle_server.tenancy.auth import AuditMiddleware, Authentication
@@ -70,10 +70,10 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         add_routes(application.router, Dashboard(service, store, settings, overview, keys).router())
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    open_paths, prefixes = (
-        (PROBES | INSIDE | {"/"}, (PREFIX_OF_PAGES,)) if settings.dashboard else (PROBES | INSIDE, ())
-    )
-    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, open_paths, prefixes)
+    paths, prefixes = PROBES | INSIDE | SCOPED, tuple[str, ...]()
+    if settings.dashboard:
+        paths, prefixes = paths | {"/"}, (PREFIX_OF_PAGES,)
+    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, paths, prefixes)
     return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
 
 

@@ -17,8 +17,10 @@ from twinkle_server.tenancy.auth import Keys, check_local, header, identify
 
 PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})
 """Paths without authentication."""
-INSIDE = frozenset({"/metrics", "/twinkle/status", "/twinkle/overview"})
+INSIDE = frozenset({"/metrics", "/twinkle/status"})
 """Paths for operators, and for processes that can read the data folder."""
+SCOPED = frozenset({"/twinkle/overview"})
+"""Paths for the same, and for users, who see their tenant alone."""
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"true-client-ip")
 _FORWARDED_PREFIXES = (b"x-forwarded", b"cf-", b"x-original-", b"x-envoy-")
 
