@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -42,10 +42,15 @@ from twinkle_server.tinker import (
     training,
 )
 
+if TYPE_CHECKING:
+    from twinkle_server.telemetry.traces import Traces
+
 _log = logging.getLogger(__name__)
 
 
-def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
+def assemble(
+    settings: Settings, store: Store, service: Service, metrics: Metrics, traces: "Traces | None" = None
+) -> Any:
     """Return the outermost ASGI application.
 
     Args:
@@ -53,6 +58,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         store: an open store.
         service: the runtime.
         metrics: of the service.
+        traces: of the service; None records none.
     """
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
@@ -74,7 +80,12 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     if settings.dashboard:
         paths, prefixes = paths | {"/"}, (PREFIX_OF_PAGES,)
     guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, paths, prefixes)
-    return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))
+    observed: Any = TelemetryMiddleware(guarded, metrics)
+    if traces is not None:
+        from twinkle_server.telemetry.traces import TraceMiddleware
+
+        observed = TraceMiddleware(observed, traces)
+    return RequestHeadMiddleware(observed)
 
 
 def create_application(

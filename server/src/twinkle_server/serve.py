@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
+from twinkle_registry import RequirementMissing
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
@@ -33,6 +34,8 @@ from twinkle_server.tenancy.keys import issue
 
 if TYPE_CHECKING:
     import uvicorn
+
+    from twinkle_server.telemetry.traces import Traces
 
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for pending responses after the drain
@@ -162,7 +165,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
-        service = Service(settings, store, metrics)
+        traces = open_traces(settings)
+        service = Service(settings, store, metrics, tracer=traces)
         usage = UsageLog(store.usage)
         metrics.spent = usage.add
         service.janitor.add("usage", _FLUSH, usage.flush)
@@ -171,16 +175,38 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
             assembly = await asyncio.to_thread(
                 importlib.import_module, "twinkle_server.application"
             )  # while the engine starts
-            application = assembly.assemble(settings, store, service, metrics)
+            application = assembly.assemble(settings, store, service, metrics, traces)
             return await _answer(settings, application, service, store, listener, presence, stop)
         finally:
             await service.close()
             await usage.flush()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
     except EngineFailed as error:
         raise ModelLoadError(f"the engine cannot start: {last_words(str(error))}") from error
     finally:
         status.withdraw(settings.data)
         store.close()
+
+
+def open_traces(settings: Settings) -> "Traces | None":
+    """Return the traces of a service; None if no collector is configured.
+
+    Raises:
+        RequirementMissing: the packages of OpenTelemetry are not installed.
+    """
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if settings.otlp_endpoint is None and not any(os.environ.get(name) for name in names):
+        return None
+    try:
+        from twinkle_server.telemetry.traces import Traces
+
+        return Traces.of(settings)
+    except ImportError as error:
+        raise RequirementMissing(
+            f"cannot send traces: {error}; install them with `pip install 'twinkle-server[otel]'`, or remove "
+            "--otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
+        ) from error
 
 
 async def _answer(

@@ -89,6 +89,29 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Time that deleted and expired checkpoints are kept in the trash.",
 )
 @click.option(
+    "--rollouts",
+    default=32,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Newest sampled rows of each run that are kept for the dashboard; 0 records none.",
+)
+@click.option(
+    "--operators-read-rollouts",
+    is_flag=True,
+    help="Show texts of recorded rows to operators, too, not only to their tenant.",
+)
+@click.option("--dashboard/--no-dashboard", default=True, show_default=True, help="Serve the dashboard at /.")
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Send OpenTelemetry traces to this collector (OTLP over HTTP). Default: $OTEL_EXPORTER_OTLP_ENDPOINT.",
+)
+@click.option(
+    "--trace-share",
+    type=click.FloatRange(0, 1),
+    help="Share of the requests that are traced if their client does not decide. Default: $OTEL_TRACES_SAMPLER.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -120,6 +143,11 @@ def main(
     take_over: bool,
     accept_base: bool,
     trash_hours: float,
+    rollouts: int,
+    operators_read_rollouts: bool,
+    dashboard: bool,
+    otlp_endpoint: str | None,
+    trace_share: float | None,
     log_level: str,
     backend: str | None,
 ) -> None:
@@ -130,7 +158,7 @@ def main(
     """
     from twinkle_server.cli.server import user_errors
     from twinkle_server.serve import serve
-    from twinkle_server.settings import Limits, Settings, Times
+    from twinkle_server.settings import Limits, Rollouts, Settings, Times
 
     settings = Settings(
         model=model,
@@ -152,6 +180,10 @@ def main(
         take_over=take_over,
         accept_base=accept_base,
         times=Times(loss=loss_seconds, trash=trash_hours * 3600),
+        rollouts=Rollouts(rows=rollouts, operator=operators_read_rollouts),
+        dashboard=dashboard,
+        otlp_endpoint=otlp_endpoint,
+        trace_share=trace_share,
     )
     with user_errors():
         code = serve(settings, log_level.upper())

@@ -181,7 +181,7 @@ def _status_lines(fields: dict[str, Any]) -> list[str]:
         if name in ("running", "silent", "starting", "pid", "url", "model", "started"):
             continue
         if name == "paths":
-            lines += [f"fast path {path['summary']}" for path in value]
+            lines += [f"fast path {path['summary']}" for path in value] or ["fast paths: the engine reports none"]
             continue
         lines.append(f"{name}: {_plain(value)}")
     return lines

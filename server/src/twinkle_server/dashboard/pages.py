@@ -32,6 +32,13 @@ _FORM_BYTES: Final = 8 * 2**10
 _ROWS: Final = 50
 _SHOWN_ROLLOUTS: Final = 8
 _EXCERPT: Final = 600
+_PATHS: Final = {
+    "packing": "several sequences in one row, without padding",
+    "prefixes": "a prompt that several rows share is computed once",
+    "fused": "adapters of several tenants share a pass over the base model",
+    "steps": "requests join and leave the sampler at any step",
+}
+"""What the fast paths of Twinkle's engine do."""
 Handler = Callable[["Dashboard", Request, Visitor], Awaitable[Response]]
 Endpoint = Callable[["Dashboard", Request], Awaitable[Response]]
 
@@ -148,7 +155,7 @@ class Dashboard:
     async def front(self, request: Request, visitor: Visitor) -> Response:
         """Show the state of the service."""
         state = await self._overview.read(visitor.tenant)
-        return page(request, "overview.html", visitor=visitor, here="overview", state=state)
+        return page(request, "overview.html", visitor=visitor, here="overview", state=state, what_paths_do=_PATHS)
 
     @guarded
     async def models(self, request: Request, visitor: Visitor) -> Response:

@@ -18,7 +18,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
-from twinkle_server.ports import Effects, Figures, Journal
+from twinkle_server.ports import Effects, Figures, Journal, Tracer
 from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.futures import Futures
@@ -70,6 +70,7 @@ class Runtime:
         effects: the rest of the store.
         start_child: starts an engine; the default starts a process.
         figures: metrics; None disables them.
+        tracer: follows operations; None disables traces.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Runtime:
         effects: Effects,
         start_child: StartChild | None = None,
         figures: Figures | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.info = ModelInfo(settings.served_name, 0, 0)
         self.lost = asyncio.Event()
@@ -109,6 +111,10 @@ class Runtime:
         self.queue_state, self.ready = self.runtime_status.queue_state, self.runtime_status.ready
         if figures is not None:
             self.runtime_status.show(figures)
+        self._tracer = tracer
+        if tracer is not None:
+            self.runtime_status.follow(tracer.passed)
+            self.supervisor.began = tracer.began
 
     # Lifecycle
 
@@ -236,6 +242,8 @@ class Runtime:
             raise
         if accepted.fresh:
             operation.http_request = REQUEST.get()
+            if self._tracer is not None:
+                self._tracer.accepted(operation)
             if submission.refusal is not None:
                 self._record_end(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
             await self._enqueue(operation)
@@ -421,6 +429,8 @@ class Runtime:
         log_ended(operation, ending, seconds)
         if self._figures is not None:
             self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
+        if self._tracer is not None:
+            self._tracer.ended(operation, ending)
 
     def _unwritten(self, operation: Operation) -> None:
         """Restore a model from the log, because the engine has an effect that the log does not have.

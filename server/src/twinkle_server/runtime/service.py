@@ -10,7 +10,7 @@ from sqlalchemy.dialects import sqlite
 
 from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.errors import Busy, ServiceError
-from twinkle_server.ports import Figures
+from twinkle_server.ports import Figures, Tracer
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
@@ -33,13 +33,19 @@ class Service(Runtime):
         store: an open store that holds the lease.
         figures: metrics; None disables them.
         start_child: starts an engine; None starts a process.
+        tracer: follows operations; None disables traces.
     """
 
     def __init__(
-        self, settings: Settings, store: Store, figures: Figures | None = None, start_child: StartChild | None = None
+        self,
+        settings: Settings,
+        store: Store,
+        figures: Figures | None = None,
+        start_child: StartChild | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         effects = StoreEffects(settings.data, store)
-        super().__init__(settings, store.journal, effects, start_child, figures)
+        super().__init__(settings, store.journal, effects, start_child, figures, tracer)
         self._store = store
         self.runtime_status.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.cancellation, effects, settings.times)
