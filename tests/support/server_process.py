@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from twinkle_server.settings import Limits, Settings, Times
+from twinkle_server.settings import Limits, Rollouts, Settings, Times
 
 
 def settings_of(fields: dict[str, Any]) -> Settings:
     """Return settings from plain fields."""
     fields = dict(fields, data=Path(fields["data"]))
-    for name, made in (("limits", Limits), ("times", Times)):
+    for name, made in (("limits", Limits), ("times", Times), ("rollouts", Rollouts)):
         if name in fields:
             fields[name] = made(**fields[name])
     if "losses" in fields:

@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from twinkle_server import ports
 from twinkle_server.app_state import AppState, Records
 from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.dashboard.pages import PREFIX as PREFIX_OF_PAGES
+from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.data import routes as data_routes
 from twinkle_server.data.serving import data_resources
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
@@ -28,8 +30,9 @@ from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
-from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
+from twinkle_server.telemetry.health import INSIDE, PROBES, SCOPED, Access, folder_token, health_routes
 from twinkle_server.telemetry.metrics import Metrics, TelemetryMiddleware
+from twinkle_server.telemetry.overview import Overview
 from twinkle_server.tenancy.auth import AuditMiddleware, Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.quotas import Limited, Meter
@@ -47,10 +50,15 @@ from twinkle_server.tinker import (
 )
 from twinkle_server.tokenizer import tokenizer_routes
 
+if TYPE_CHECKING:
+    from twinkle_server.telemetry.traces import Traces
+
 _log = logging.getLogger(__name__)
 
 
-def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
+def assemble(
+    settings: Settings, store: Store, service: Service, metrics: Metrics, traces: "Traces | None" = None
+) -> Any:
     """Return the outermost ASGI application.
 
     Args:
@@ -58,6 +66,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         store: an open store.
         service: the runtime.
         metrics: of the service.
+        traces: of the service; None records none.
     """
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
@@ -77,13 +86,23 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     add_routes(application.router, upload_routes.router, NATIVE)
     metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
-    add_routes(application.router, health_routes(service.ready, status, metrics, access))
+    overview = Overview(service, store, metrics.window)
+    add_routes(application.router, health_routes(service.ready, status, metrics, access, overview.read))
+    if settings.dashboard:
+        add_routes(application.router, Dashboard(service, store, settings, overview, keys).router())
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
+    paths, prefixes = PROBES | INSIDE | SCOPED, tuple[str, ...]()
+    if settings.dashboard:
+        paths, prefixes = paths | {"/"}, (PREFIX_OF_PAGES,)
+    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, paths, prefixes)
     observed: Any = TelemetryMiddleware(guarded, metrics)
     if settings.trusted_proxies or settings.root_path:
         observed = ForwardedMiddleware(observed, settings.trusted_proxies, settings.root_path)
+    if traces is not None:
+        from twinkle_server.telemetry.traces import TraceMiddleware
+
+        observed = TraceMiddleware(observed, traces)
     return RequestHeadMiddleware(observed)
 
 

@@ -34,6 +34,7 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "workers": "loss_workers",
         "in_process": "in_process_losses",
     },
+    "traces": {"otlp_endpoint": "otlp_endpoint", "share": "trace_share"},
     "start": {"take_over": "take_over", "accept_base": "accept_base"},
 }
 """Sections of the file: its keys, and the field of `Settings` that each key sets."""

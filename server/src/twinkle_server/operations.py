@@ -145,6 +145,7 @@ class Outcome:
         in_transaction: called in the transaction of the result if the operation is done, for example to write the
             row of a checkpoint. If it raises `ServiceError`, the operation fails with its message and the category
             "user".
+        figures: JSON text with figures of a training operation, see `engine.recording.Recorded`; written if it is done.
     """
 
     operation: int
@@ -154,6 +155,7 @@ class Outcome:
     cancelled: bool = False
     composition: str | None = None
     in_transaction: Callable[[Any], None] | None = None
+    figures: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Protocols between the parts of the service: the endpoints, the runtime, the store, and telemetry."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from twinkle_server.operations import Accepted, Category, Future, ModelInfo, Operation, Outcome, Snapshot, Submission
@@ -138,6 +138,22 @@ class Figures(Protocol):
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read on every scrape."""
+
+
+class Tracer(Protocol):
+    """Follows operations for traces."""
+
+    def accepted(self, operation: Operation) -> None:
+        """An operation was written to the log; called within the request."""
+
+    def began(self, operations: Collection[int]) -> None:
+        """The engine runs operations, given by their ids."""
+
+    def passed(self, head: Mapping[str, Any]) -> None:
+        """The engine ended a pass, described by the head of its message `passed`."""
+
+    def ended(self, operation: Operation, outcome: str) -> None:
+        """An operation ended: "done", "cancelled", or the category of its failure."""
 
 
 class Service(Protocol):

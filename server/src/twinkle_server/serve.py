@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
+from twinkle_registry import RequirementMissing
 from twinkle_server import tls
 from twinkle_server.limits.forwarded import networks
 from twinkle_server.runtime.service import Service
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     import ssl
 
     import uvicorn
+
+    from twinkle_server.telemetry.traces import Traces
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
@@ -218,7 +221,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
-        service = Service(settings, store, metrics)
+        traces = open_traces(settings)
+        service = Service(settings, store, metrics, tracer=traces)
         usage = UsageLog(store.usage)
         metrics.spent, metrics.ended = usage.add, usage.count
         service.janitor.add("usage", _FLUSH, usage.flush)
@@ -227,16 +231,38 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
             assembly = await asyncio.to_thread(
                 importlib.import_module, "twinkle_server.application"
             )  # while the engine starts
-            application = assembly.assemble(settings, store, service, metrics)
+            application = assembly.assemble(settings, store, service, metrics, traces)
             return await _answer(settings, application, service, store, listener, presence, stop)
         finally:
             await service.close()
             await usage.flush()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
     except EngineFailed as error:
         raise ModelLoadError(f"the engine cannot start: {last_words(str(error))}") from error
     finally:
         status.withdraw(settings.data)
         store.close()
+
+
+def open_traces(settings: Settings) -> "Traces | None":
+    """Return the traces of a service; None if no collector is configured.
+
+    Raises:
+        RequirementMissing: the packages of OpenTelemetry are not installed.
+    """
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if settings.otlp_endpoint is None and not any(os.environ.get(name) for name in names):
+        return None
+    try:
+        from twinkle_server.telemetry.traces import Traces
+
+        return Traces.of(settings)
+    except ImportError as error:
+        raise RequirementMissing(
+            f"cannot send traces: {error}; install them with `pip install 'twinkle-server[otel]'`, or remove "
+            "--otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
+        ) from error
 
 
 async def _answer(
@@ -255,7 +281,7 @@ async def _answer(
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(service.wait_ready(), name="ready")
     watchdog = asyncio.create_task(_feed_watchdog(), name="watchdog")
-    ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost))}
+    ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost, service.stop_requested))}
     try:
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():

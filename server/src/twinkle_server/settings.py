@@ -92,6 +92,9 @@ class Times:
         loss_start: time of the import of such a plugin, at most half of `deadline`.
         upkeep: interval at which expired checkpoints, and those over a quota, are removed.
         trash: retention of a removed checkpoint in the trash.
+        kept_figures: retention of the figures of a run after its last training operation.
+        kept_rollouts: retention of recorded rows.
+        login: time after which a login to the dashboard ends.
     """
 
     poll: Seconds = 30.0
@@ -115,7 +118,27 @@ class Times:
     loss_start: Seconds = 60.0
     upkeep: Seconds = 600.0
     trash: Annotated[float, Ge(0)] = 86400.0
+    kept_figures: Seconds = 30 * 86400.0
+    kept_rollouts: Seconds = 7 * 86400.0
+    login: Seconds = 12 * 3600.0
     revocations: Seconds = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Which sampled rows of training are kept to be read in the dashboard. They contain texts of tenants.
+
+    Attributes:
+        rows: newest rows of each run that are kept; 0 records none.
+        tokens: maximum number of tokens of a row; longer ones are cut.
+        bytes: size of all kept rows together; the oldest are deleted first.
+        operator: whether operators may read rows of other tenants.
+    """
+
+    rows: Annotated[int, Ge(0)] = 32
+    tokens: Count = 1024
+    bytes: Annotated[int, Ge(0)] = 64 * 2**20
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +179,12 @@ class Settings:
         times: time limits, see `Times`.
         datasets: data resources, see `DataLimits`.
         uploads: uploads to hubs, see `UploadLimits`.
+        rollouts: which sampled rows are kept to be read, see `Rollouts`.
+        dashboard: serve the dashboard at `/`.
+        otlp_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces; None uses the environment
+            variable `OTEL_EXPORTER_OTLP_ENDPOINT`, and records no traces without it.
+        trace_share: share of the requests that are traced, if their client does not decide; None uses the
+            environment variables `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG`.
         extra: additional options of the engine.
     """
 
@@ -187,6 +216,10 @@ class Settings:
     times: Times = field(default_factory=Times)
     datasets: DataLimits = field(default_factory=DataLimits)
     uploads: UploadLimits = field(default_factory=UploadLimits)
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    dashboard: bool = True
+    otlp_endpoint: str | None = None
+    trace_share: Annotated[float, Ge(0), Le(1)] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

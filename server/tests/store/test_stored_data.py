@@ -169,10 +169,10 @@ def test_results_samplers_and_checkpoints_of_the_past_are_there(older: tuple[Ser
 
 @pytest.mark.sample(2)
 @each_version
-def test_numbers_of_the_past_are_used_up(older: tuple[Served, Raw, dict[str, Any]]) -> None:
+def test_numbers_of_the_past_are_used_up(older: tuple[Served, Raw, dict[str, Any]], version: str) -> None:
     _, raw, facts = older
     other = raw.send("/forward_backward", pass_body(facts["model"], 1, [row([99, 2, 3])]))
     assert other.status_code == 409
     again = RawModel(raw, facts["model"], 1)
-    assert again.step()["metrics"] == {"grad_norm:mean": 1.0}
+    assert again.step()["metrics"] == {"grad_norm:mean" if version <= "0003" else "grad_norm": 1.0}
     assert state(raw, facts["model"], facts["missing"] - 1)[:2] == ([5, 6, 7], [])

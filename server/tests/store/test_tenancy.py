@@ -1,6 +1,7 @@
 """Another tenant's rows are not there, for every method; and no query of a tenant's table leaves the tenant out."""
 
 import ast
+import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,13 +14,14 @@ import pytest
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.operations import Outcome, Submission
 from twinkle_server.settings import Limits
-from twinkle_server.store import Store, checkpoints, models, samplers, sessions, statements, tenants
+from twinkle_server.store import Store, checkpoints, figures, models, samplers, sessions, statements, tenants, views
+from twinkle_server.store.figures import Kept
 from twinkle_server.store.records import AuditEntry, Checkpoint, Key, Model, Sampler, Session, Usage
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.store.tables import TENANTS_TABLES, metadata
 
 Run = Callable[[Awaitable[Any]], Any]
-MODULES = (sessions, models, samplers, checkpoints, tenants)
+MODULES = (sessions, models, samplers, checkpoints, tenants, figures, views)
 EVERYBODYS = {"meta", "lease", "tenants", "compositions", "payloads", "results", "folders"}
 """Tables without a tenant: of the whole directory, or keyed by an operation that has one."""
 OF_LANES = {
@@ -117,6 +119,13 @@ def ada(store: Store, run: Run) -> Store:
     run(store.keys.create(Key("k", "ada", "k", "user", "p", "h", 1.0)))
     run(store.audit.record(AuditEntry(1.0, "ada", "login")))
     run(store.usage.add(Usage("ada", "2026-01-01", "training", 1)))
+    for number, kind in ((1, "forward_backward"), (2, "optim_step"), (3, "optim_step")):
+        submission = Submission("ada", model.id, kind, b"{}", number)
+        _, operation = run(store.journal.submit(submission))
+        run(store.journal.finish([Outcome(operation.id, b"{}", figures='{"loss":1.0,"tokens":2}')]))
+        run(store.figures.fold() if number == 2 else asyncio.sleep(0))
+    run(store.journal.submit(Submission("ada", model.id, "save", b"{}", 4, refusal="no")))
+    run(store.rollouts.add([Kept("ada", model.id, 1, 1.0, {}, b"")], keep=9))
     return store
 
 
@@ -137,6 +146,8 @@ ASKED: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "checkpoints.delete": lambda store: store.checkpoints.delete("eve", PATH, 2.0),
     "checkpoints.set_expiry": lambda store: store.checkpoints.set_expiry("eve", PATH, 2.0, 3.0),
     "checkpoints.publish": lambda store: store.checkpoints.publish("eve", PATH, 2.0, True),
+    "rollouts.get": lambda store: store.rollouts.get("eve", "s:train:0", 1),
+    "views.model": lambda store: store.views.model("eve", "s:train:0"),
     "journal.submit": lambda store: store.journal.submit(Submission("eve", "s:train:0", "create", b"{}", 0)),
 }
 EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
@@ -154,6 +165,13 @@ EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "checkpoints.of_sessions": lambda store: store.checkpoints.of_sessions("eve", ["s"], 2.0),
     "checkpoints.surplus": lambda store: store.checkpoints.surplus("eve", "s:train:0", "weights", 0, 2.0),
     "audit.entries": lambda store: store.audit.entries("eve"),
+    "figures.steps": lambda store: store.figures.steps("eve", "s:train:0"),
+    "rollouts.of_run": lambda store: store.rollouts.of_run("eve", "s:train:0", 9),
+    "rollouts.remove": lambda store: store.rollouts.remove("eve", "s:train:0"),
+    "views.models": lambda store: store.views.models("eve", 9),
+    "views.checkpoints": lambda store: store.views.checkpoints("eve", 9),
+    "views.failures": lambda store: store.views.failures("eve", 9),
+    "views.tenants": lambda store: store.views.tenants("eve"),
     "usage.between": lambda store: store.usage.between("eve", "2026", "2027"),
 }
 FREE = {"sessions.create", "checkpoints.create", "keys.create", "audit.record", "usage.add", "usage.add_all"}
@@ -210,9 +228,33 @@ def test_functions_for_others_transactions_know_the_tenant_too(ada: Store, run: 
         run(write(lambda connection: models.add(connection, Model("x", "eve", "s", 9, "base", 8, 1.0, 1.0))))
 
 
+def test_what_another_does_not_see_is_there(ada: Store, run: Run) -> None:
+    assert [step.data for step in run(ada.figures.steps("ada", "s:train:0"))] == [
+        {"loss": 2.0, "tokens": 4}, {"loss": 1.0, "tokens": 2},
+    ]  # fmt: skip
+    assert len(run(ada.rollouts.of_run("ada", "s:train:0", 9))) == 1
+    for tenant in ("ada", None):
+        assert run(ada.views.model(tenant, "s:train:0")).tenant == "ada"
+        assert run(ada.views.models(tenant, 9)).total == run(ada.views.checkpoints(tenant, 9)).total == 1
+        assert [failure.error for failure in run(ada.views.failures(tenant, 9))] == ["no"]
+        assert [row.tenant for row in run(ada.views.tenants(tenant))] == ["ada"]
+
+
 def test_no_method_is_forgotten(store: Store) -> None:
     tested = set(ASKED) | set(EMPTY) | FREE | ELSEWHERE
-    for field in ("sessions", "models", "samplers", "checkpoints", "keys", "audit", "usage", "journal"):
+    for field in (
+        "sessions",
+        "models",
+        "samplers",
+        "checkpoints",
+        "keys",
+        "audit",
+        "usage",
+        "journal",
+        "figures",
+        "rollouts",
+        "views",
+    ):
         for name, method in inspect.getmembers(type(getattr(store, field)), inspect.isfunction):
             across = (method.__doc__ or "").startswith("Across tenants")
             assert name.startswith("_") or across or f"{field}.{name}" in tested, f"{field}.{name}"

@@ -116,6 +116,28 @@ FLAGS: Final = (
         "Time that deleted and expired checkpoints are kept in the trash.",
         unit=3600,
     ),
+    Flag(
+        "rollouts.rows",
+        "--rollouts",
+        "Newest sampled rows of each run that are kept for the dashboard; 0 records none.",
+    ),
+    Flag(
+        "rollouts.operator",
+        "--operators-read-rollouts",
+        "Show texts of recorded rows to operators, too, not only to their tenant.",
+    ),
+    Flag("dashboard", "--dashboard/--no-dashboard", "Serve the dashboard at /."),
+    Flag(
+        "traces.otlp_endpoint",
+        "--otlp-endpoint",
+        "Send OpenTelemetry traces to this collector (OTLP over HTTP). Default: $OTEL_EXPORTER_OTLP_ENDPOINT.",
+        metavar="URL",
+    ),
+    Flag(
+        "traces.share",
+        "--trace-share",
+        "Share of the requests that are traced if their client does not decide. Default: $OTEL_TRACES_SAMPLER.",
+    ),
     Flag("log_level", "--log-level", "Log level on standard error; `debug` logs every operation."),
     Flag(
         "engine.backend",

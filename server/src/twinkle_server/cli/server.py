@@ -233,7 +233,7 @@ def _status_lines(fields: dict[str, Any]) -> list[str]:
         if name in ("running", "silent", "starting", "pid", "url", "model", "started"):
             continue
         if name == "paths":
-            lines += [f"fast path {path['summary']}" for path in value]
+            lines += [f"fast path {path['summary']}" for path in value] or ["fast paths: the engine reports none"]
             continue
         if name == "tenants":
             lines += [f"tenant {tenant}: {_usage(used)}" for tenant, used in value.items()]

@@ -14,10 +14,13 @@ from twinkle_server.engine.losses.catalog import Losses
 from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.engine.messages import BlockingLink
 from twinkle_server.engine.provider import engine_name
+from twinkle_server.engine.recording import Recorder
 from twinkle_server.engine.revocations import RevocationWatch
 from twinkle_server.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
+_ROLLOUTS = 4
+"""Maximum number of rollouts that are recorded of one operation."""
 
 
 def main(arguments: list[str]) -> None:
@@ -56,6 +59,7 @@ def make_executor(settings: Settings) -> Executor:
         engine, settings.served_name, losses,
         custom_losses=settings.custom_losses, custom_seconds=settings.limits.graph_seconds,
         in_process=settings.in_process_losses,
+        recorder=Recorder(min(_ROLLOUTS, settings.rollouts.rows), settings.rollouts.tokens),
     )  # fmt: skip
 
 

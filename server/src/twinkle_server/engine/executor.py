@@ -3,6 +3,7 @@
 The models of tenants are adapters of the engine: created, saved, loaded, restored and removed (`Models`).
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from twinkle.engine import (
     AdapterRef,
@@ -27,16 +26,19 @@ from twinkle.engine import (
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.exports import WithExport
-from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
+from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.native.models import Finish, NativeModels
 from twinkle_server.engine.native.state import read_spec
+from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows
 from twinkle_server.engine.queues import Composition
+from twinkle_server.engine.recording import Recorded, Recorder, TrainedRow
 from twinkle_server.engine.samples import Sampled, Samples
 from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
+_log = logging.getLogger(__name__)
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
 _KIND = (*_SHAPE, "targets", "alpha", "dropout")
 
@@ -62,6 +64,7 @@ class Models:
         info: of the base model.
         losses: the losses that requests may name.
         in_process: distributions beside Twinkle's whose components may run in this process.
+        recorder: records figures and rollouts of operations that train.
     """
 
     def __init__(self, engine: Engine, info: ModelInfo, losses: Losses, in_process: Sequence[str] = ()) -> None:
@@ -174,6 +177,11 @@ class Models:
             del self._models[queue_id]
             self._engine.remove(model.ref)
 
+    def places(self) -> dict[str, list[int]]:
+        """Return the bytes of each model on the device, in host memory, and on disk."""
+        sizes = {queue_id: self._engine.bytes_of(model.ref) for queue_id, model in self._models.items()}
+        return {queue_id: [size.device, size.host, size.disk] for queue_id, size in sizes.items()}
+
     def _add(self, queue_id: str, spec: AdapterSpec) -> Model:
         if queue_id in self._models:
             raise UserError(f"model {queue_id!r} already exists")
@@ -234,6 +242,7 @@ class Pass:
         number: number of the operation, a seed of dropout.
         composition: composition of an earlier run of the operation; see `twinkle.engine.Operation`.
         native: whether it is a native call.
+        record: whether to record its figures and rollouts; a replay was recorded before.
     """
 
     queue_id: str
@@ -241,6 +250,26 @@ class Pass:
     number: int
     composition: Composition | None = None
     native: bool = False
+    record: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pass as an operation of the engine.
+
+    Attributes:
+        operation: the operation.
+        finish: makes the result of the pass.
+        trained: returns the rows for the recorder.
+    """
+
+    operation: Operation
+    finish: Finish
+    trained: Callable[[OperationResult], Sequence[TrainedRow]]
+
+
+Ended = Callable[[int, bytes | Exception, "Cost"], None]
+"""Called with the index of a pass, its result, and the cost of the call so far."""
 
 
 @dataclass(slots=True)
@@ -252,12 +281,14 @@ class Cost:
         padded: padding tokens that were computed.
         flops: floating-point operations.
         compositions: composition of the operations whose numbers depend on it, by their index in the call.
+        recorded: what is recorded of the operations that train, by their index in the call.
     """
 
     tokens: int = 0
     padded: int = 0
     flops: float = 0.0
-    compositions: Mapping[int, Composition] = field(default_factory=dict)
+    compositions: dict[int, Composition] = field(default_factory=dict)
+    recorded: dict[int, Recorded] = field(default_factory=dict)
 
 
 class Executor:
@@ -284,6 +315,7 @@ class Executor:
         custom_losses: bool = False,
         custom_seconds: float = Limits().graph_seconds,
         in_process: Sequence[str] = (),
+        recorder: Recorder = Recorder(),  # noqa: B008
     ) -> None:
         self.engine = engine
         about = engine.describe()
@@ -299,6 +331,9 @@ class Executor:
             paths=about.paths,
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
+        self._recorder = recorder
+        self._ended: Callable[[int, OperationResult | OperationError], None] | None = None
+        engine.report(self._report)
         self._models = Models(engine, self._info, self._losses, in_process)
         self._samples = Samples(engine, self._info)
 
@@ -318,40 +353,80 @@ class Executor:
 
     # Training
 
-    def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
+    def run(self, passes: Sequence[Pass], ended: Ended | None = None) -> tuple[list[bytes | Exception], Cost]:
         """Run passes of several models together.
+
+        Args:
+            passes: the passes.
+            ended: called for each pass as soon as it has ended, also if this method raises later; those of one model in
+                any order.
 
         Returns:
             for each the serialized `ForwardBackwardOutput`, the frame of a native call, or the error.
         """
-        results: list[bytes | Exception] = [UserError("not done")] * len(passes)
-        operations: list[tuple[int, Operation, Finish]] = []
+        results: list[bytes | Exception | None] = [None] * len(passes)
+        cost = Cost()
+        readings: list[tuple[int, Reading]] = []
         trained: Counter[str] = Counter()
+
+        def put(index: int, result: bytes | Exception) -> None:
+            results[index] = result
+            if ended is not None:
+                ended(index, result, cost)
+
+        def take(place: int, outcome: OperationResult | OperationError) -> None:
+            index, reading = readings[place]
+            if results[index] is None:
+                result = reading.finish(outcome)
+                if isinstance(outcome, OperationResult):
+                    self._add(cost, index, passes[index], reading, outcome, result)
+                put(index, result)
+
         for index, item in enumerate(passes):
             try:
-                operations.append((index, *self._read(item, trained)))
+                readings.append((index, self._read(item, trained)))
             except Exception as error:  # the constructor of a plugin's loss may raise anything
-                results[index] = public_error(error)
-        cost = Cost()
-        compositions: dict[int, Composition] = {}
-        outcomes = self.engine.run([operation for _, operation, _ in operations]) if operations else []
-        for (index, operation, finish), outcome in zip(operations, outcomes, strict=True):
-            results[index] = finish(outcome)
-            if isinstance(outcome, OperationResult):
-                cost.tokens += outcome.usage.tokens
-                cost.padded += outcome.usage.padded
-                cost.flops += outcome.usage.flops
-                number = operation.number if passes[index].native else None
-                if outcome.composition or number is not None:
-                    compositions[index] = Composition(outcome.composition, number)
-        cost.compositions = compositions
-        return results, cost
+                put(index, public_error(error))
+        self._ended = take
+        try:
+            outcomes = self.engine.run([reading.operation for _, reading in readings]) if readings else []
+        finally:
+            self._ended = None
+        for place, outcome in enumerate(outcomes):
+            take(place, outcome)
+        return [UserError("not done") if result is None else result for result in results], cost
+
+    def _report(self, place: int, outcome: OperationResult | OperationError) -> None:
+        """Take the result of an operation of the current call of the engine."""
+        if self._ended is not None:
+            self._ended(place, outcome)
+
+    def _add(
+        self, cost: Cost, index: int, item: Pass, reading: Reading, outcome: OperationResult, result: bytes | Exception
+    ) -> None:
+        """Add what an operation cost, and record it if it trains."""
+        operation = reading.operation
+        if operation.kind == "forward_backward" and item.record and not isinstance(result, Exception):
+            self._record(cost, index, reading, outcome)
+        cost.tokens += outcome.usage.tokens
+        cost.padded += outcome.usage.padded
+        cost.flops += outcome.usage.flops
+        number = operation.number if item.native else None
+        if outcome.composition or number is not None:
+            cost.compositions[index] = Composition(outcome.composition, number)
+
+    def _record(self, cost: Cost, index: int, reading: Reading, outcome: OperationResult) -> None:
+        """Record an operation; it has had its effect, so an error here must not fail it."""
+        try:
+            cost.recorded[index] = self._recorder.record(reading.trained(outcome), *sums_of(outcome))
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            _log.exception("the figures of an operation were not recorded")
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """Set the function to call between forward passes; it may sample."""
         self.engine.interrupt(between)
 
-    def _read(self, item: Pass, trained: Counter[str]) -> tuple[Operation, Finish]:
+    def _read(self, item: Pass, trained: Counter[str]) -> Reading:
         """Return the operation of a pass, and what makes its result.
 
         Args:
@@ -365,7 +440,7 @@ class Executor:
                 number = self.engine.progress(model.ref).cur_step + trained[item.queue_id]
             operation, finish = self._models.native.operation(item.queue_id, item.payload, number, item.composition)
             trained[item.queue_id] += operation.kind == "forward_backward"
-            return operation, finish
+            return Reading(operation, finish, lambda outcome: native_rows(operation, outcome))
         request = read_request(item.payload)
         context, vocabulary = self._info.context, self._info.vocabulary
         try:
@@ -394,7 +469,7 @@ class Executor:
             model.ref, kind, features, loss, rows.inputs, number=item.number, loss_options=options,
             composition=None if item.composition is None else item.composition.passes,
         )  # fmt: skip
-        return operation, lambda outcome: _output(outcome, rows)
+        return Reading(operation, lambda outcome: output_of(outcome, rows), lambda outcome: trained_rows(rows, outcome))
 
     def step(self, steps: Sequence[tuple[str, OptimStep | bytes]]) -> list[bytes | Mapping[str, float] | Exception]:
         """Update several models together.
@@ -472,6 +547,10 @@ class Executor:
         with public_errors():
             self._models.restore(queue_id, folder)
 
+    def places(self) -> dict[str, list[int]]:
+        """Return where each model's adapter is: its bytes on the device, in host memory, and on disk."""
+        return self._models.places()
+
     def drop_plugins(self) -> None:
         """End the worker processes of revoked plugins."""
         self._losses.end_dropped()
@@ -525,28 +604,3 @@ def _step_of(ref: Any, step: OptimStep) -> Step:
         "weight_decay": step.weight_decay,
     }  # fmt: skip
     return Step(ref, step.grad_clip_norm, options, divide=False, zero_if_none=True)
-
-
-def _output(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Exception:
-    if isinstance(outcome, OperationError):
-        return public_error(outcome.error)
-    outputs = []
-    for output, shape in zip(outcome.outputs, rows.shapes, strict=True):
-        if "logps" not in output:
-            return UserError("this loss does not return token logprobs; use another loss")
-        outputs.append({"logprobs": np.asarray(_on_host(output["logps"]), np.float32).reshape(shape)})
-    metrics = dict(_metric(name, float(value), len(rows.shapes)) for name, value in outcome.metrics.items())
-    metrics["loss:sum"] = float(outcome.loss_sum or 0.0)
-    return codec.forward_backward_output(outputs, metrics)
-
-
-def _on_host(logps: Any) -> Any:
-    """Return log-probabilities for numpy; a torch tensor may be on a device, or in bfloat16."""
-    return logps.float().cpu() if hasattr(logps, "cpu") else logps
-
-
-def _metric(name: str, total: float, rows: int) -> tuple[str, float]:
-    """Return the name and value of a metric for clients, from its sum over the rows; custom losses keep their names."""
-    if name.startswith("custom/"):
-        return name, total / rows if name.endswith(":mean") else total
-    return f"{name.replace(':', '_')}:sum", total  # clients split names at the colon

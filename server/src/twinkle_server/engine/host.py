@@ -208,6 +208,8 @@ class Host:
             self._queues.add(Task.of_order(item))
         elif item.type == messages.WEIGHTS:
             self._weights.replace(item.head["weights"])
+        elif item.type == messages.PLACES:
+            self._link.send(Message(messages.PLACED, {"places": self._executor.places()}))
         elif item.type == messages.DRAIN:
             self._draining = True
             self._snapshots.drain()

@@ -23,6 +23,7 @@ DETACH = "detach"  #                      queue: snapshot it, then free its memo
 CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
 WEIGHTS = "weights"  #                    weights: by tenant; of the others it is 1                   -
+PLACES = "places"  #                      -: answer with PLACED between two turns                       -
 DRAIN = "drain"  #                        end the current pass, snapshot changed models, then DRAINED -
 # from the engine
 READY = "ready"  #                        info: fields of ModelInfo                                  -
@@ -31,6 +32,9 @@ DONE = "done"  #                          id, error, category, extra (columns of
 #                                         cancelled: True after a CANCEL in time
 #                                         composition: JSON text, the composition of its passes
 #                                         later: True if a replay may succeed with more free memory
+#                                         figures: JSON text, see `recording.Recorded`
+ROLLOUTS = "rollouts"  #                  queue_id, tenant, number, rows: see `recording.Recorded`       their arrays
+PLACED = "placed"  #                      places: [bytes on the device, in host memory, on disk] by model
 RESTORED = "restored"  #                  queue, error (None after success), later                    -
 SNAPSHOTTED = "snapshotted"  #            queue, number, folder, digest, size                         -
 DETACHED = "detached"  #                  queue                                                       -

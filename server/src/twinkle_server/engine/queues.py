@@ -14,6 +14,7 @@ import orjson
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.recording import Recorded
 from twinkle_server.operations import PASSES, STEPS
 
 
@@ -128,11 +129,25 @@ class Task:
 
 
 def done(
-    task: Task, result: bytes = b"", extra: dict[str, Any] | None = None, composition: Composition | None = None
+    task: Task,
+    result: bytes = b"",
+    extra: dict[str, Any] | None = None,
+    composition: Composition | None = None,
+    figures: str | None = None,
 ) -> Message:
     """Return the message that an operation is done."""
-    head = {"id": task.id, "error": None, "category": None, "extra": extra or {}}
-    return Message(messages.DONE, head if composition is None else head | {"composition": composition.dump()}, result)
+    head: dict[str, Any] = {"id": task.id, "error": None, "category": None, "extra": extra or {}}
+    if composition is not None:
+        head["composition"] = composition.dump()
+    if figures is not None:
+        head["figures"] = figures
+    return Message(messages.DONE, head, result)
+
+
+def rollouts(task: Task, recorded: Recorded) -> Message:
+    """Return the message with the recorded rollouts of an operation."""
+    head = {"queue_id": task.queue_id, "tenant": task.tenant, "number": task.number, "rows": recorded.rollouts}
+    return Message(messages.ROLLOUTS, head, recorded.body)
 
 
 def cancelled(operation: int) -> Message:

@@ -14,7 +14,7 @@ from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.errors import Lost, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Composition, Task, TaskQueues, done
+from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, rollouts
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
@@ -137,6 +137,44 @@ class Sources:
             del self._verified[next(iter(self._verified))]
 
 
+class Unreported:
+    """Results of passes that run together, reported in the order of their numbers.
+
+    Args:
+        tasks: the tasks, those of one queue in order.
+        end: reports the end of a task: its result, its place among the tasks, and the cost of the call.
+    """
+
+    def __init__(self, tasks: Sequence[Task], end: Callable[[Task, bytes | Exception, int, Cost], None]) -> None:
+        self._tasks, self._end = tasks, end
+        self._results: dict[int, tuple[bytes | Exception, Cost]] = {}
+        self._waiting: dict[str, deque[int]] = {}
+        for place, task in enumerate(tasks):
+            self._waiting.setdefault(task.queue_id, deque()).append(place)
+        self.some_reported = False
+
+    def put(self, place: int, result: bytes | Exception, cost: Cost) -> None:
+        """Add the result of a task, and report it if all earlier ones of its queue were."""
+        self._results[place] = result, cost
+        waiting = self._waiting[self._tasks[place].queue_id]
+        while waiting and waiting[0] in self._results:
+            first = waiting.popleft()
+            self.some_reported = True
+            self._end(self._tasks[first], *self._place(first))
+
+    def _place(self, place: int) -> tuple[bytes | Exception, int, Cost]:
+        result, cost = self._results[place]
+        return result, place, cost
+
+    def close(self) -> None:
+        """Forget results that wait for an earlier task: only errors found before the call have such."""
+        self._results.clear()
+
+    def tasks(self) -> list[Task]:
+        """Return the tasks that were not reported, in order."""
+        return [self._tasks[place] for place in sorted(place for places in self._waiting.values() for place in places)]
+
+
 class OperationRunner:
     """Executes the operations selected by the scheduler.
 
@@ -238,7 +276,7 @@ class OperationRunner:
 
     def _end(
         self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None,
-        composition: Composition | None = None,
+        composition: Composition | None = None, figures: str | None = None,
     ) -> None:  # fmt: skip
         """Report the end of a task, and count its number as applied."""
         if isinstance(result, EngineFault):
@@ -246,31 +284,56 @@ class OperationRunner:
         if task.replay and isinstance(result, Exception):
             self._mark_broken(task.queue_id)
         self._snapshots.applied(task)
-        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
+        if isinstance(result, Exception):
+            self._report(failed(task, result))
+        else:
+            self._report(done(task, result, extra, composition, figures))
 
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
+        """Run tasks together; each is reported as soon as it and earlier ones of its queue have ended."""
+        left = Unreported(tasks, self._end_pass)
         passes = [
-            Pass(task.queue_id, task.payload, task.number, task.composition, native=task.kind in NATIVE)
+            Pass(
+                task.queue_id, task.payload, task.number, task.composition, native=task.kind in NATIVE,
+                record=not task.replay,
+            )
             for task in tasks
-        ]
+        ]  # fmt: skip
         try:
-            results, cost = self._executor.run(passes)
+            _, cost = self._executor.run(passes, left.put)
         except EngineFault:
             raise
         except Exception as error:
-            if len(tasks) > 1:
-                return self._halves(tasks)
-            if is_out_of_memory(error) and not again:  # memory of other tasks may be free now
-                return self._passes(tasks, again=True)
-            results, cost = [error], Cost()
-        reach("engine.after_pass")
-        for place, (task, result) in enumerate(zip(tasks, results, strict=True)):
-            trains = task.kind in ("forward_backward", "native_pass") and not task.replay
-            self._end(task, result, composition=cost.compositions.get(place) if trains else None)
+            return self._passes_left(left, error, again)
         return cost
+
+    def _passes_left(self, left: "Unreported", error: Exception, again: bool) -> Cost:
+        """Run what an error has left undone in two halves, or again, or fail it."""
+        left.close()
+        tasks = left.tasks()
+        if len(tasks) > 1 or (tasks and left.some_reported):
+            return self._halves(tasks)
+        if tasks and is_out_of_memory(error) and not again:  # memory of other tasks may be free now
+            return self._passes(tasks, again=True)
+        for task in tasks:
+            self._end_pass(task, error, 0, Cost())
+        return Cost()
+
+    def _end_pass(self, task: Task, result: bytes | Exception, place: int, cost: Cost) -> None:
+        reach("engine.after_pass")
+        trains = task.kind in ("forward_backward", "native_pass") and not task.replay
+        recorded = cost.recorded.get(place)
+        self._end(
+            task, result, composition=cost.compositions.get(place) if trains else None,
+            figures=None if recorded is None else recorded.figures,
+        )  # fmt: skip
+        if recorded is not None and recorded.rollouts:
+            self._report(rollouts(task, recorded))
 
     def _halves(self, tasks: Sequence[Task]) -> Cost:
         """Run a pass in two halves, because memory was exhausted or to isolate the operation that fails."""
+        if len(tasks) < 2:
+            return self._passes(tasks)
         middle = len(tasks) // 2
         first, second = self._passes(tasks[:middle]), self._passes(tasks[middle:])
         return Cost(first.tokens + second.tokens, first.padded + second.padded, first.flops + second.flops)
@@ -303,8 +366,12 @@ class OperationRunner:
                 return
             results = [error]
         reach("engine.after_step")
-        for (task, _), result in zip(steps, results, strict=True):
-            self._end(task, result if isinstance(result, bytes | Exception) else _metrics(result))
+        for (task, step), result in zip(steps, results, strict=True):
+            if isinstance(result, bytes | Exception):
+                self._end(task, result)
+            else:
+                figures = None if task.replay else _figures_of_step(step, result)
+                self._end(task, _metrics(result), figures=figures)
 
     def _barrier(self, task: Task) -> None:
         try:
@@ -355,3 +422,10 @@ class OperationRunner:
 def _metrics(values: Mapping[str, float]) -> bytes:
     """Serialize the metrics of an optimizer step; values that are not finite are dropped, since JSON has none."""
     return orjson.dumps({"metrics": {name: value for name, value in values.items() if math.isfinite(value)}})
+
+
+def _figures_of_step(step: OptimStep | bytes, values: Mapping[str, float]) -> str:
+    """Return the figures of an optimizer step for `recording`: learning rate, and the metrics that are finite."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    rate = {} if isinstance(step, bytes) else {"lr": step.learning_rate}
+    return orjson.dumps({**rate, **finite}).decode()

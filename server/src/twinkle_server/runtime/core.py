@@ -18,7 +18,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
-from twinkle_server.ports import Effects, Figures, Journal
+from twinkle_server.ports import Effects, Figures, Journal, Tracer
 from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.futures import Futures
@@ -37,6 +37,21 @@ _KEPT_BYTES = 128 * 2**10  # of a payload that stays in memory
 _LAST_WORDS = 5.0  # seconds to write the remaining outcomes at shutdown
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An operation that has no outcome yet.
+
+    Attributes:
+        operation: the operation.
+        seconds: since its acceptance, or the start of the service.
+        running: whether the engine has it.
+    """
+
+    operation: Operation
+    seconds: float
+    running: bool
+
+
 class Runtime:
     """The `Service` of `ports`, on top of any journal and any engine.
 
@@ -44,6 +59,9 @@ class Runtime:
         info: the base model, as reported by the engine.
         arrivals: requests that are being received.
         lost: set when another process has taken over the data folder; this process must exit.
+        stop_requested: set when the process shall drain and exit.
+        places: bytes of each model in the engine on the device, in host memory and on disk, as last reported.
+        record_rollouts: called with each message `ROLLOUTS`.
         queue_state: see `RuntimeStatus.queue_state`.
         ready: see `RuntimeStatus.ready`.
 
@@ -53,6 +71,7 @@ class Runtime:
         effects: the rest of the store.
         start_child: starts an engine; the default starts a process.
         figures: metrics; None disables them.
+        tracer: follows operations; None disables traces.
     """
 
     def __init__(
@@ -62,9 +81,14 @@ class Runtime:
         effects: Effects,
         start_child: StartChild | None = None,
         figures: Figures | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.info = ModelInfo(settings.served_name, 0, 0)
         self.lost = asyncio.Event()
+        self.stop_requested = asyncio.Event()
+        self.places: dict[str, list[int]] = {}
+        self._located = 0.0
+        self.record_rollouts: Callable[[Message], None] = lambda message: None
         self._settings = settings
         self._journal = journal
         self._effects = effects
@@ -88,6 +112,10 @@ class Runtime:
         self.queue_state, self.ready = self.runtime_status.queue_state, self.runtime_status.ready
         if figures is not None:
             self.runtime_status.show(figures)
+        self._tracer = tracer
+        if tracer is not None:
+            self.runtime_status.follow(tracer.passed)
+            self.supervisor.began = tracer.began
 
     # Lifecycle
 
@@ -215,6 +243,8 @@ class Runtime:
             raise
         if accepted.fresh:
             operation.http_request = REQUEST.get()
+            if self._tracer is not None:
+                self._tracer.accepted(operation)
             if submission.refusal is not None:
                 self._record_end(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
             await self._enqueue(operation)
@@ -265,6 +295,56 @@ class Runtime:
         else:
             self.cancellation.cancel(operation)
 
+    def unfinished(self, tenant: str | None = None) -> list[Unfinished]:
+        """Return the unfinished operations of a tenant, or of all, oldest first."""
+        found = []
+        for operation, seconds in self.futures.unfinished():
+            if tenant is None or operation.tenant == tenant:
+                found.append(Unfinished(operation, seconds, operation.id in self.dispatcher.in_flight))
+        return found
+
+    async def cancel_operation(self, operation: Operation) -> None:
+        """Cancel an operation as `cancel` does, and return when its end is durable."""
+        self.cancellation.cancel(operation)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Wait a moment until everything that has ended is durable."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN):
+                await self.outcomes.flush()
+
+    async def cancel_waiting(self, model: str) -> int:
+        """Cancel the operations of a model that the engine does not have yet; return their number."""
+        waiting = [entry.operation for entry in self.unfinished() if entry.operation.queue_id == model]
+        waiting = [operation for operation in waiting if operation.id not in self.dispatcher.in_flight]
+        for operation in reversed(waiting):  # the last first: the earlier ones must not start meanwhile
+            self.cancellation.cancel(operation)
+        await self._settle()
+        return len(waiting)
+
+    def request_stop(self) -> None:
+        """Let the process drain and exit soon, as SIGTERM does; the page that asked for it can still load its parts."""
+        asyncio.get_running_loop().call_later(_AGAIN, self.stop_requested.set)
+
+    def locate(self) -> None:
+        """Ask the engine where its models are, at most once a second; `places` has the answer when it arrives."""
+        now = time.monotonic()
+        if now - self._located > _AGAIN:
+            self._located = now
+            self.dispatcher.send_order(Message(messages.PLACES))
+
+    def place(self, model: str) -> str:
+        """Return where a model is: "device", "host" or "disk" of the engine, or what happens to it."""
+        queue = self.dispatcher.queues.get(model)
+        state = State.DETACHED if queue is None else queue.state
+        if state is not State.ATTACHED:
+            return "detached" if state is State.CLOSED else state.value
+        sizes = self.places.get(model)
+        if not sizes or not any(sizes):
+            return "engine"
+        return ("device", "host", "disk")[next(place for place, size in enumerate(sizes) if size)]
+
     async def finish_session(self, session: str) -> None:
         """Snapshot and free the models of a finished session, and fail what waits in its queues."""
         self.cancellation.leave(f"{session}:", "its session was finished")
@@ -298,6 +378,7 @@ class Runtime:
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Start sending to a new engine."""
         self.info = replace(info, tokenizer=self._settings.tokenizer or info.tokenizer)
+        self.places = {}
         self.runtime_status.last_pass.reset()
         self.dispatcher.engine_up(child)
 
@@ -317,7 +398,12 @@ class Runtime:
         elif message.type == messages.SNAPSHOTTED:
             self._events.snapshotted(message)
         elif message.type == messages.DETACHED:
+            self.places.pop(message.head["queue_id"], None)
             self._events.detached(message)
+        elif message.type == messages.ROLLOUTS:
+            self.record_rollouts(message)
+        elif message.type == messages.PLACED:
+            self.places = message.head["places"]
         else:
             _log.error("the engine sent a message of unknown type %r", message.type)
         if self._figures is not None:
@@ -344,6 +430,8 @@ class Runtime:
         log_ended(operation, ending, seconds)
         if self._figures is not None:
             self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
+        if self._tracer is not None:
+            self._tracer.ended(operation, ending)
 
     def _unwritten(self, operation: Operation) -> None:
         """Restore a model from the log, because the engine has an effect that the log does not have.
@@ -437,6 +525,7 @@ class EngineEvents:
         try:
             outcome = self._effects.done(operation, head.get("extra") or {}, body)
             outcome.composition = head.get("composition")
+            outcome.figures = head.get("figures")
             return outcome
         except Exception:
             _log.exception("cannot write the result of operation %d", operation.id)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from twinkle_server.errors import Busy
@@ -51,6 +52,12 @@ class Futures:
         """Return the operation of an open future of a tenant."""
         entry = self._open.get(request)
         return entry.operation if entry is not None and entry.operation.tenant == tenant else None
+
+    def unfinished(self) -> Iterator[tuple[Operation, float]]:
+        """Yield the operations of open futures, oldest first, and the seconds since each was opened."""
+        now = time.monotonic()
+        for entry in self._open.values():
+            yield entry.operation, now - entry.since
 
     def resolve(self, operation: Operation, future: Future) -> float:
         """Resolve a future, after its outcome is durable, and wake all waiting requests.

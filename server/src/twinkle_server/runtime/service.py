@@ -9,10 +9,11 @@ from sqlalchemy import Connection
 from sqlalchemy.dialects import sqlite
 
 from twinkle_server.checkpoints.upkeep import Upkeep
-from twinkle_server.errors import Busy
-from twinkle_server.ports import Figures
+from twinkle_server.errors import Busy, ServiceError
+from twinkle_server.ports import Figures, Tracer
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.outcomes import StoreEffects
+from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
 from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
@@ -22,7 +23,7 @@ from twinkle_server.telemetry.status import read_figures
 from twinkle_server.tenancy.quotas import weights_of
 
 _log = logging.getLogger(__name__)
-_PURGE, _PROBE, _ROOM, _WEIGHTS = 60.0, 1.0, 10.0, 2.0  # intervals in seconds
+_PURGE, _PROBE, _ROOM, _WEIGHTS, _FOLD, _OLD = 60.0, 1.0, 10.0, 2.0, 10.0, 300.0  # intervals in seconds
 
 
 class Service(Runtime):
@@ -33,19 +34,27 @@ class Service(Runtime):
         store: an open store that holds the lease.
         figures: metrics; None disables them.
         start_child: starts an engine; None starts a process.
+        tracer: follows operations; None disables traces.
     """
 
     def __init__(
-        self, settings: Settings, store: Store, figures: Figures | None = None, start_child: StartChild | None = None
+        self,
+        settings: Settings,
+        store: Store,
+        figures: Figures | None = None,
+        start_child: StartChild | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         effects = StoreEffects(settings.data, store)
-        super().__init__(settings, store.journal, effects, start_child, figures)
+        super().__init__(settings, store.journal, effects, start_child, figures, tracer)
         self._store = store
         self.runtime_status.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.cancellation, effects, settings.times)
         kept = settings.times.trash
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention, kept)
         self._upkeep.held = lambda: self.unrecorded
+        self._rollouts = RolloutBuffer(store.rollouts, settings.rollouts)
+        self.record_rollouts = self._rollouts.add
 
     async def start(self) -> None:
         """Resume pending operations and start the engine; return before it is ready (see `wait_ready`)."""
@@ -65,6 +74,9 @@ class Service(Runtime):
         self.janitor.add("checkpoint upkeep", times.upkeep, self._upkeep.run)
         self.janitor.add("disk space", _ROOM, self._upkeep.make_room)
         self.janitor.add("disk probe", _PROBE, self._probe)
+        self.janitor.add("rollouts", _PROBE, self._rollouts.flush)
+        self.janitor.add("figures", _FOLD, self._store.figures.fold)
+        self.janitor.add("old figures", _OLD, self._forget_figures)
         await super().start()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
@@ -94,6 +106,17 @@ class Service(Runtime):
         if not self._store.database.healthy:
             with contextlib.suppress(Busy):
                 await self._store.database.write(_note_probe)
+
+    async def close(self) -> None:
+        """Stop the engine and all tasks; the next service on this log resumes what is pending."""
+        await super().close()
+        with contextlib.suppress(ServiceError):  # the disk is full: rollouts are not worth waiting for
+            await self._rollouts.flush()
+
+    async def _forget_figures(self) -> None:
+        now, times = time.time(), self._settings.times
+        await self._store.figures.forget(now - times.kept_figures)
+        await self._rollouts.trim(now - times.kept_rollouts)
 
     async def _purge(self) -> None:
         await self._store.retention.purge(time.time())

@@ -98,6 +98,7 @@ class RuntimeStatus:
         self._info = info
         self._started = time.time()
         self._count: Callable[[Mapping[str, Any]], None] = lambda figures: None
+        self._trace: Callable[[Mapping[str, Any]], None] = lambda figures: None
         self.last_pass = LastPass()
         supervisor.passed = self._passed
         self.draining = False
@@ -173,6 +174,11 @@ class RuntimeStatus:
     def _passed(self, head: Mapping[str, Any]) -> None:
         self.last_pass.passed(str(head.get("kind")))
         self._count(head)
+        self._trace(head)
+
+    def follow(self, passed: Callable[[Mapping[str, Any]], None]) -> None:
+        """Also call a function with the head of each message `passed`."""
+        self._trace = passed
 
     def show(self, figures: Figures) -> None:
         """Connect the counters and gauges."""

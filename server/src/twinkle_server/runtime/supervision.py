@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -197,6 +197,7 @@ class Supervisor:
         self.restarts = 0
         self.troubled: str | None = None
         self.passed: Callable[[Mapping[str, Any]], None] = lambda figures: None
+        self.began: Callable[[Collection[int]], None] = lambda operations: None
 
     def start(self) -> asyncio.Task[None]:
         """Start the engine, and return the task that supervises it."""
@@ -321,6 +322,7 @@ class Supervisor:
         self._last_progress = time.monotonic()
         if message.type == messages.BEGIN:
             self._under_way = set(message.head["ids"])
+            self.began(self._under_way)
         elif message.type == messages.PASSED:
             self.troubled, self._worked = None, True
             self.passed(message.head)

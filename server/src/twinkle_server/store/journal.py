@@ -228,7 +228,10 @@ class Finish:
         if status == "done" and outcome.composition is not None:
             raw.execute(sql.PUT_COMPOSITION, (outcome.operation, outcome.composition.encode()))
         self.used.update(kept.files)
-        kind, payload, queue_id, tenant = row
+        kind, payload, queue_id, tenant, number = row
+        if status == "done" and outcome.figures is not None:
+            figures = (outcome.operation, tenant, queue_id, number, kind, now, outcome.figures)
+            raw.execute(sql.PUT_FIGURES, figures)
         if kind == "create" and status != "done":
             raw.execute(sql.CREATION_FAILED, (error, queue_id, tenant))
         if (status != "done" or kind in _NEVER_REPLAYED) and payload is not None:

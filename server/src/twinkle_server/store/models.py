@@ -59,7 +59,7 @@ def get(connection: Connection, tenant: str, model: str) -> Model:
     row = connection.execute(_GET, {"owner": tenant, "name": model}).one_or_none()
     if row is None:
         raise NotFound(f"model {model[:120]!r} does not exist")
-    return _model(row)
+    return record_of(row)
 
 
 class Models:
@@ -86,7 +86,7 @@ class Models:
         """Return a session's models, by number."""
         query = select(models).where(models.c.tenant == tenant, models.c.session == session)
         return await self._database.read(
-            lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.number))]
+            lambda connection: [record_of(row) for row in connection.execute(query.order_by(models.c.number))]
         )
 
     async def page(self, tenant: str, limit: int, offset: int, project: str | None = None) -> Page[Model]:
@@ -97,7 +97,7 @@ class Models:
             total = connection.execute(select(func.count()).select_from(models).where(*where)).scalar_one()
             query = rows.newest_first(select(models).where(*where), models)
             page = connection.execute(query.limit(max(limit, 0)).offset(max(offset, 0)))
-            return Page([_model(row) for row in page], total)
+            return Page([record_of(row) for row in page], total)
 
         return await self._database.read(work)
 
@@ -111,7 +111,7 @@ class Models:
         query = select(models).where(models.c.status.in_(statuses))
         query = query if before is None else query.where(models.c.detached < before)
         return await self._database.read(
-            lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.created))]
+            lambda connection: [record_of(row) for row in connection.execute(query.order_by(models.c.created))]
         )
 
     async def retry_corrupted(self, now: float) -> int:
@@ -144,7 +144,8 @@ class Models:
         return await self._database.write(work)
 
 
-def _model(row: Row[Any]) -> Model:
+def record_of(row: Row[Any]) -> Model:
+    """Return the model of a row."""
     model = rows.record(Model, row)
     if row.snapshot_folder is not None:
         model.snapshot = Snapshot(

@@ -21,6 +21,7 @@ from twinkle_server.store import lease, schema
 from twinkle_server.store.aside import ASIDE
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
+from twinkle_server.store.figures import Figures, RolloutTable
 from twinkle_server.store.filesystem import check_local, sync_folder
 from twinkle_server.store.inspection import DATABASE, PLACES, SIDES, check_database, check_whole
 from twinkle_server.store.journal import SqliteJournal
@@ -31,6 +32,7 @@ from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
 from twinkle_server.store.tenants import Audit, Keys, UsageTable
+from twinkle_server.store.views import Views
 
 _SIZE: Final = 32
 
@@ -100,6 +102,9 @@ class Store:
     keys: Keys
     audit: Audit
     usage: UsageTable
+    figures: Figures
+    rollouts: RolloutTable
+    views: Views
     lease: "lease.Lease | None"
 
     def close(self) -> None:
@@ -208,6 +213,9 @@ def _assemble(
         keys=Keys(database),
         audit=Audit(database),
         usage=UsageTable(database),
+        figures=Figures(database),
+        rollouts=RolloutTable(database),
+        views=Views(database),
         lease=owned,
     )
 

@@ -35,7 +35,10 @@ PUT_RESULT: Final = "INSERT INTO results (operation, data) VALUES (?, ?)"
 
 FINISH: Final = """
     UPDATE operations SET status = ?, error = ?, category = ?, result = ?, epoch = ?, finished = ?
-    WHERE id = ? AND status = 'pending' RETURNING kind, payload, lane, tenant
+    WHERE id = ? AND status = 'pending' RETURNING kind, payload, lane, tenant, number
+"""
+PUT_FIGURES: Final = """
+    INSERT INTO figures (operation, tenant, run, number, kind, time, data) VALUES (?, ?, ?, ?, ?, ?, ?)
 """
 CREATION_FAILED: Final = (
     "UPDATE models SET status = 'gone', reason = ? WHERE id = ? AND tenant = ? AND status = 'creating'"
@@ -78,7 +81,9 @@ OLD_RECORDED: Final = """
     DELETE FROM recorded WHERE rowid IN (SELECT rowid FROM recorded WHERE used < ? LIMIT ?)
 """
 DROP_RESULT: Final = "DELETE FROM results WHERE operation = ?"
-FORGET_RESULT: Final = "UPDATE operations SET result = NULL, error = NULL, dropped = 1 WHERE id = ?"
+FORGET_RESULT: Final = """
+    UPDATE operations SET result = NULL, error = substr(error, 1, 300), dropped = 1 WHERE id = ?
+"""
 OVER: Final = """
     SELECT operations.id, operations.payload FROM operations JOIN models ON models.id = operations.lane
     WHERE models.status = 'gone' AND operations.payload IS NOT NULL

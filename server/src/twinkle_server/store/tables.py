@@ -3,7 +3,7 @@
 Payloads, results and compositions have their own tables, because SQLite rewrites a whole row when one column changes.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import (
     JSON,
@@ -24,8 +24,8 @@ from sqlalchemy import (
 metadata: Final = MetaData()
 
 
-def _table(name: str, *parts: Column[object] | Index | UniqueConstraint) -> Table:
-    return Table(name, metadata, *parts)
+def _table(name: str, *parts: Column[object] | Index | UniqueConstraint, **options: Any) -> Table:
+    return Table(name, metadata, *parts, **options)
 
 
 def _text(name: str, *, null: bool = False, key: bool = False) -> Column[object]:
@@ -178,6 +178,7 @@ operations: Final = _table(
     UniqueConstraint("request", name="operations_request"),
     UniqueConstraint("lane", "number", name="operations_number"),
     Index("operations_pending", "lane", "number", sqlite_where=text("status = 'pending'")),
+    Index("operations_failed", "finished", sqlite_where=text("status = 'failed'")),
     Index("operations_finished", "finished", sqlite_where=text("finished IS NOT NULL")),
     Index("operations_kept", "finished", sqlite_where=text("finished IS NOT NULL AND dropped = 0")),
     Index("operations_read", "read", sqlite_where=text("read IS NOT NULL AND dropped = 0")),
@@ -250,5 +251,49 @@ usage: Final = _table(
     _number("bytes"),
 )
 
-TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, recorded, audit, usage)
+figures: Final = _table(
+    "figures",
+    Column("operation", Integer, primary_key=True, autoincrement=False),
+    _text("tenant"),
+    _text("run"),
+    _number("number"),
+    _text("kind"),
+    _time("time"),
+    _text("data"),
+)
+"""Figures of training operations (`engine.recording`), written with their outcomes and soon added up into `steps`.
+
+Rows are only appended and have no further index, so that a commit of many models changes few pages.
+"""
+
+steps: Final = _table(
+    "steps",
+    _text("run", key=True),
+    Column("step", Integer, primary_key=True, autoincrement=False),  # from 1
+    _text("tenant"),
+    _number("number"),  # of the optimizer step's operation
+    _time("time"),
+    _text("data"),
+    sqlite_with_rowid=False,
+)
+"""Figures of a run by optimizer step; those of old steps of a long run are thinned out."""
+
+rollouts: Final = _table(
+    "rollouts",
+    _serial(),
+    _text("tenant"),
+    _text("run"),
+    _number("number"),  # of the operation
+    _time("time"),
+    _number("size"),
+    _json("about"),
+    Column("data", LargeBinary, nullable=False),
+    Index("rollouts_of_run", "run", "id"),
+    Index("rollouts_by_time", "time"),
+)
+"""Sampled rows of training operations, to be read by their tenant."""
+
+TENANTS_TABLES: Final = (
+    keys, sessions, models, samplers, operations, checkpoints, recorded, audit, usage, figures, steps, rollouts,
+)  # fmt: skip
 """Tables whose queries must contain the tenant."""

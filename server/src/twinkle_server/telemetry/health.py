@@ -19,6 +19,8 @@ PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})
 """Paths without authentication."""
 INSIDE = frozenset({"/metrics", "/twinkle/status"})
 """Paths for operators, and for processes that can read the data folder."""
+SCOPED = frozenset({"/twinkle/overview"})
+"""Paths for the same, and for users, who see their tenant alone."""
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"true-client-ip")
 _FORWARDED_PREFIXES = (b"x-forwarded", b"cf-", b"x-original-", b"x-envoy-")
 
@@ -28,6 +30,7 @@ def health_routes(
     status: Callable[[], Awaitable[dict[str, Any]]],
     metrics: Metrics,
     access: "Access",
+    overview: Callable[[str | None], Awaitable[dict[str, Any]]] | None = None,
 ) -> APIRouter:
     """Return the routes.
 
@@ -36,6 +39,7 @@ def health_routes(
         status: returns the data of `twinkle server status`.
         metrics: of the service.
         access: controls access to metrics and status.
+        overview: returns the data of `twinkle top` for a tenant, or for all; None leaves out its route.
     """
     router = APIRouter()
 
@@ -64,6 +68,13 @@ def health_routes(
         await access.check(request)
         return JSONResponse(await status())
 
+    if overview is not None:
+
+        @router.get("/twinkle/overview")
+        async def overview_now(request: Request) -> Response:
+            """Return what `twinkle top` shows: of the whole service to operators, else of the caller's tenant."""
+            return JSONResponse(await overview(await access.scope(request)))
+
     return router
 
 
@@ -82,6 +93,20 @@ class Access:
     keys: Keys | None
     token: str = ""
     local: bool = False
+
+    async def scope(self, request: Request) -> str | None:
+        """Return the tenant whose data a request may see; None is all.
+
+        Raises:
+            Unauthorized: the key is missing, unknown or revoked.
+            Forbidden: the service has no keys, and a proxy forwarded the request.
+        """
+        key = header(request.scope, b"x-api-key")
+        if key and self.keys is not None and header(request.scope, FOLDER_TOKEN.lower().encode()) is None:
+            caller = await identify(key, self.keys)
+            return None if caller.role == "operator" else caller.tenant
+        await self.check(request)
+        return None
 
     async def check(self, request: Request) -> None:
         """Admit operators, processes that can read the data folder, and local requests if allowed.

@@ -11,6 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twinkle_server.telemetry.logs import OPERATION, REQUEST, LineLimiter, tenant_mark
+from twinkle_server.telemetry.window import Window
 from twinkle_server.tenancy.auth import Caller
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -23,11 +24,15 @@ OTHERS = "others"
 class Metrics:
     """The metrics of a service.
 
+    Attributes:
+        window: rates of the last minutes.
+
     Args:
         secret: of the data folder, for pseudonyms of tenants.
     """
 
     def __init__(self, secret: bytes) -> None:
+        self.window = Window()
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._secret = secret
         self._marks: dict[str, str] = {}
@@ -66,6 +71,7 @@ class Metrics:
             tokens: its cost.
             tenant: its owner.
         """
+        self.window.finished(kind, outcome, seconds, tokens, tenant)
         self._operations.labels(kind, outcome).inc()
         self._waited.labels(kind).observe(max(0.0, seconds))
         self.ended(tenant)
@@ -77,6 +83,7 @@ class Metrics:
     def passed(self, head: Mapping[str, Any]) -> None:
         """Count a pass of the engine, described by the head of its message `passed`."""
         kind, tokens, padded = str(head.get("kind", "")), int(head.get("tokens", 0)), int(head.get("padded", 0))
+        self.window.passed(head)
         self._passes.labels(kind).observe(float(head.get("seconds", 0.0)))
         if tokens + padded:
             self._fill.labels(kind).observe(tokens / (tokens + padded))

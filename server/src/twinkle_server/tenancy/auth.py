@@ -100,12 +100,16 @@ class Authentication:
         app: the next application.
         keys: see `identify`.
         open_paths: paths without authentication; links below `/download/` are always open, since they are signed.
+        open_prefixes: beginnings of further paths that authenticate by themselves.
     """
 
-    def __init__(self, app: Any, keys: Keys | None, open_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, app: Any, keys: Keys | None, open_paths: frozenset[str] = frozenset(), open_prefixes: tuple[str, ...] = ()
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open = open_paths
+        self._prefixes = ("/download/", *open_prefixes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one connection."""
@@ -122,7 +126,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return path in self._open or path.startswith("/download/")
+        return path in self._open or path.startswith(self._prefixes)
 
 
 def check_local(scope: Mapping[str, Any]) -> None:
@@ -183,6 +187,10 @@ EVENTS: Mapping[tuple[str, str], str] = {
     ("GET", "external_weights_urls"): "checkpoint.download",
     ("GET", "archive"): "checkpoint.download",
     ("DELETE", "{checkpoint}"): "checkpoint.delete",
+    ("POST", "login"): "dashboard.login",
+    ("POST", "cancel"): "operation.cancel",
+    ("POST", "drain"): "service.drain",
+    ("POST", "forget"): "rollouts.delete",
 }
 """Events by method and last segment of the route; any path parameter is written as `{checkpoint}`."""
 _log = structlog.get_logger(__name__)

@@ -107,6 +107,13 @@ class Keyring:
             return None
         return self._callers.get(prefix)
 
+    async def holder(self, prefix: str) -> Caller | None:
+        """Return the caller of the key with a lookup hash, for a session that the key has opened; None if revoked."""
+        start = time.monotonic()
+        if self._read < start - _FRESH:
+            await self._refresh(start - _FRESH)
+        return self._callers.get(prefix)
+
     async def _refresh(self, since: float) -> None:
         """Read the table unless a read started after `since`; concurrent requests with unknown keys share a read."""
         if self._read >= since:

@@ -32,6 +32,10 @@ MAX_TARGETS: Final = 1024
 MAX_CELLS: Final = 2**24
 """Maximum number of values of all inputs of a request, sparse arrays counted as dense."""
 WIRE_NAMES: Final[Mapping[str, str]] = {own: wire for wire, own in NAMES.items()}
+REWARDS: Final = "rewards"
+"""Input that every loss accepts and none gets unless it takes it: the reward of the row, or of each token, to show."""
+NOTED: Final[Sequence[str]] = ("logprobs", "advantages", "mask", REWARDS)
+"""Inputs that tell how a row was sampled; see `Rows.noted`."""
 
 
 @dataclass(slots=True)
@@ -42,11 +46,13 @@ class Rows:
         features: rows for the engine: `input_ids`, `labels` `[N]` or `[N, K]`, and `loss_scale` of the same shape.
         inputs: the other inputs by their names in losses, an array per row; every row has the same names.
         shapes: shape of each row's `target_tokens`.
+        noted: for each row, those inputs of the request that are in `NOTED`, also if the loss ignores them.
     """
 
     features: list[dict[str, Any]] = field(default_factory=list)
     inputs: dict[str, list[Array]] = field(default_factory=dict)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    noted: list[dict[str, Array]] = field(default_factory=list)
 
 
 def read_request(payload: bytes) -> pb.ForwardBackwardRequest:
@@ -100,7 +106,10 @@ def read_rows(
                 f"{where}: the loss_fn_inputs of a request must have at most {MAX_CELLS} numbers; send fewer datums"
             )
         _check_tokens(where, tokens, context, vocabulary)
+        noted = {name: inputs[name] for name in NOTED if name in inputs}
         inputs = {name: array for name, array in inputs.items() if name not in ignored}
+        if REWARDS not in accepted and (rewards := inputs.pop(REWARDS, None)) is not None:
+            _check_rewards(where, rewards, len(tokens))
         if spans and SEQUENCES in inputs:
             raise UserError(
                 f"{where}: cannot use the loss_fn_input {SEQUENCES!r}: it is derived from the provenance spans of the "
@@ -115,6 +124,7 @@ def read_rows(
             )
         keys = set(named)
         _add(rows, where, tokens, inputs, vocabulary)
+        rows.noted.append(noted)
         if spans:
             rows.inputs.setdefault(SEQUENCES, []).append(_sequences(where, datum, tokens, rows.shapes[-1]))
     _fill_weights(rows)
@@ -201,6 +211,15 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
             rows.inputs.setdefault(NAMES.get(name, name), []).append(values.copy())  # a view would keep the message
     rows.features.append(feature)
     rows.shapes.append(targets.shape)
+
+
+def _check_rewards(where: str, rewards: Array, length: int) -> None:
+    if rewards.shape not in ((), (1,), (length,)):
+        raise UserError(
+            f"{where}: {REWARDS} must have one number for the row, or one for each of its {length} tokens, got the "
+            f"shape {list(rewards.shape)}"
+        )
+    _check_finite(where, REWARDS, rewards)
 
 
 def _check_finite(where: str, name: str, values: Array) -> None:

@@ -1,0 +1,387 @@
+"""The pages of the dashboard and their actions.
+
+A user's key shows the data of its tenant; an operator's key shows all tenants, except texts of rollouts, which it shows
+only if the settings allow it. Actions on the service need an operator's key, and every form has the session's token.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import parse_qs, urlencode
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from twinkle_server.dashboard import curves
+from twinkle_server.dashboard.login import Keys, Logins, Visitor
+from twinkle_server.dashboard.rendering import assets, data, moved, page
+from twinkle_server.dashboard.texts import Texts, text_of
+from twinkle_server.engine.recording import Rollout
+from twinkle_server.errors import BadRequest, Forbidden, NotFound, ServiceError, TooLarge, Unauthorized
+from twinkle_server.operations import Operation
+from twinkle_server.runtime.service import Service
+from twinkle_server.settings import Settings
+from twinkle_server.store.figures import Kept
+from twinkle_server.store.opening import Store
+from twinkle_server.store.records import Model
+from twinkle_server.telemetry.overview import Overview
+
+PREFIX: Final = "/ui/"
+"""Paths of all pages but the first, which is `/`."""
+_FORM_BYTES: Final = 8 * 2**10
+_ROWS: Final = 50
+_SHOWN_ROLLOUTS: Final = 8
+_EXCERPT: Final = 600
+_PATHS: Final = {
+    "packing": "several sequences in one row, without padding",
+    "prefixes": "a prompt that several rows share is computed once",
+    "fused": "adapters of several tenants share a pass over the base model",
+    "steps": "requests join and leave the sampler at any step",
+}
+"""What the fast paths of Twinkle's engine do."""
+Handler = Callable[["Dashboard", Request, Visitor], Awaitable[Response]]
+Endpoint = Callable[["Dashboard", Request], Awaitable[Response]]
+
+
+def guarded(handler: Handler) -> Endpoint:
+    """Return an endpoint that needs a login, and answers errors with pages."""
+
+    @functools.wraps(handler)
+    async def endpoint(self: "Dashboard", request: Request) -> Response:
+        visitor = None
+        try:
+            visitor = await self.logins.visitor(request)
+            return await handler(self, request, visitor)
+        except Unauthorized as error:
+            if request.method == "GET" and not request.url.path.endswith(".json"):
+                target = request.url.path.lstrip("/") + (f"?{request.url.query}" if request.url.query else "")
+                return moved(request, f"ui/login?{urlencode({'next': target})}")
+            return page(request, "error.html", error.status, visitor=None, error=error)
+        except ServiceError as error:
+            return page(request, "error.html", error.status, visitor=visitor, error=error)
+
+    return endpoint
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """Return the fields of a form.
+
+    Raises:
+        TooLarge: it is larger than any form of the dashboard.
+    """
+    body = await request.body()
+    if len(body) > _FORM_BYTES:
+        raise TooLarge(f"a form must have at most {_FORM_BYTES} bytes, got {len(body)}")
+    return {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+
+
+class Dashboard:
+    """The pages.
+
+    Args:
+        service: the runtime.
+        store: the tables.
+        settings: of the service.
+        overview: reads the state of the service.
+        keys: of the service; None without authentication.
+    """
+
+    def __init__(
+        self, service: Service, store: Store, settings: Settings, overview: Overview, keys: Keys | None
+    ) -> None:
+        self._service, self._store, self._settings, self._overview = service, store, settings, overview
+        self.logins = Logins(keys, store.secret, store.instance, settings.times.login)
+        self._texts = Texts(settings.model)
+
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        router = APIRouter()
+        for method, path, endpoint in (
+            ("GET", "/", self.front),
+            ("GET", "/ui/login", self.login),
+            ("POST", "/ui/login", self.open),
+            ("POST", "/ui/logout", self.close),
+            ("GET", "/ui/models", self.models),
+            ("GET", "/ui/operations", self.operations),
+            ("GET", "/ui/checkpoints", self.checkpoints),
+            ("GET", "/ui/errors", self.errors),
+            ("GET", "/ui/drain", self.drain),
+            ("POST", "/ui/drain", self.drain),
+            ("GET", "/ui/runs/{run}", self.run),
+            ("GET", "/ui/runs/{run}/steps.json", self.steps),
+            ("GET", "/ui/runs/{run}/rollouts/{rollout}", self.rollout),
+            ("POST", "/ui/runs/{run}/forget", self.forget),
+            ("GET", "/ui/runs/{run}/cancel", self.cancel_model),
+            ("POST", "/ui/runs/{run}/cancel", self.cancel_model),
+            ("GET", "/ui/operations/{operation}/cancel", self.cancel_operation),
+            ("POST", "/ui/operations/{operation}/cancel", self.cancel_operation),
+            ("GET", "/ui/static/{file}", self.static),
+        ):
+            router.add_api_route(path, _plain(endpoint), methods=[method], include_in_schema=False)
+        return router
+
+    # Login
+
+    async def login(self, request: Request) -> Response:
+        """Show the form that asks for a key."""
+        if not self.logins.needed:
+            return moved(request, "")
+        return page(request, "login.html", next=_next(request.query_params.get("next", "")), problem=None)
+
+    async def open(self, request: Request) -> Response:
+        """Log in."""
+        try:
+            fields = await form_of(request)
+            target = _next(fields.get("next", ""))
+            response = moved(request, target)
+            await self.logins.open(request, fields.get("key", "").strip(), response)
+        except Unauthorized as error:
+            return page(request, "login.html", error.status, next=target, problem=error.message)
+        except ServiceError as error:
+            return page(request, "login.html", error.status, next="", problem=error.message)
+        return response
+
+    @guarded
+    async def close(self, request: Request, visitor: Visitor) -> Response:
+        """Log out."""
+        self.logins.check(visitor, (await form_of(request)).get("csrf", ""))
+        response = moved(request, "ui/login")
+        self.logins.close(request, response)
+        return response
+
+    # Pages
+
+    @guarded
+    async def front(self, request: Request, visitor: Visitor) -> Response:
+        """Show the state of the service."""
+        state = await self._overview.read(visitor.tenant)
+        return page(request, "overview.html", visitor=visitor, here="overview", state=state, what_paths_do=_PATHS)
+
+    @guarded
+    async def models(self, request: Request, visitor: Visitor) -> Response:
+        """List models, newest request first."""
+        self._service.locate()
+        offset, status = _offset(request), request.query_params.get("status", "")
+        statuses = (status,) if status in ("live", "detached", "corrupted", "gone", "creating") else ()
+        found = await self._store.views.models(visitor.tenant, _ROWS, offset, statuses)
+        waiting = self._waiting(visitor.tenant)
+        rows = [self._overview.model(model, waiting.get(model.id, 0)) for model in found.rows]
+        values: dict[str, Any] = {
+            "rows": rows,
+            "total": found.total,
+            "offset": offset,
+            "limit": _ROWS,
+            "status": status,
+        }
+        return page(request, "models.html", visitor=visitor, here="models", **values)
+
+    @guarded
+    async def operations(self, request: Request, visitor: Visitor) -> Response:
+        """List unfinished operations, oldest first."""
+        found = self._service.unfinished(visitor.tenant)
+        rows = [{"entry": entry, "why": self._why(entry.operation)} for entry in found[:_ROWS]]
+        return page(request, "operations.html", visitor=visitor, here="operations", rows=rows, total=len(found))
+
+    @guarded
+    async def checkpoints(self, request: Request, visitor: Visitor) -> Response:
+        """List checkpoints, newest first."""
+        offset = _offset(request)
+        found = await self._store.views.checkpoints(visitor.tenant, _ROWS, offset)
+        values: dict[str, Any] = {"rows": found.rows, "total": found.total, "offset": offset, "limit": _ROWS}
+        return page(request, "checkpoints.html", visitor=visitor, here="checkpoints", **values)
+
+    @guarded
+    async def errors(self, request: Request, visitor: Visitor) -> Response:
+        """List failed operations, newest first."""
+        rows = await self._store.views.failures(visitor.tenant, 2 * _ROWS)
+        return page(request, "errors.html", visitor=visitor, here="errors", rows=rows)
+
+    @guarded
+    async def run(self, request: Request, visitor: Visitor) -> Response:
+        """Show a run: curves, rollouts, checkpoints, errors."""
+        model = await self._model(request, visitor)
+        self._service.locate()
+        steps = curves.points(await self._store.figures.steps(model.tenant, model.id))
+        checkpoints = await self._store.views.checkpoints(model.tenant, _ROWS, run=model.id)
+        waiting = [entry for entry in self._service.unfinished(model.tenant) if entry.operation.queue_id == model.id]
+        values: dict[str, Any] = {
+            "run": model,
+            "state": self._overview.model(model, len(waiting)),
+            "why": self._service.queue_state(model.id)[1] if waiting else None,
+            "waiting": waiting[:_ROWS],
+            "steps": steps[-10:][::-1],
+            "count": steps[-1]["step"] if steps else 0,
+            "last": curves.last(steps[-50:]),
+            "titles": curves.NAMES,
+            "checkpoints": checkpoints.rows,
+            "errors": await self._store.views.failures(model.tenant, 10, model.id),
+            "readable": self._readable(visitor, model),
+            "rollouts": await self._rollouts(visitor, model),
+            "keeps": self._settings.rollouts.rows,
+        }
+        return page(request, "run.html", visitor=visitor, here="models", **values)
+
+    @guarded
+    async def steps(self, request: Request, visitor: Visitor) -> Response:
+        """Return the curves of a run after a step, for the script of its page."""
+        model = await self._model(request, visitor)
+        after = request.query_params.get("after", "0")
+        if not after.isdigit():
+            raise BadRequest(f"after must be the number of a step, got {after[:40]!r}")
+        first = max(0, int(after) - 1)  # the step before gives the first one its duration
+        found = curves.points(await self._store.figures.steps(model.tenant, model.id, first))
+        points = [point for point in found if point["step"] > int(after)]
+        return data(orjson.dumps({"titles": curves.NAMES, "points": points}))
+
+    @guarded
+    async def rollout(self, request: Request, visitor: Visitor) -> Response:
+        """Show a recorded row token by token."""
+        model = await self._model(request, visitor)
+        if not self._readable(visitor, model):
+            raise Forbidden(
+                "texts of rollouts are shown only to their tenant; the service can allow operators to read them "
+                "(`twinkle serve --operators-read-rollouts`)"
+            )
+        text = request.path_params["rollout"]
+        if not text.isdigit():
+            raise NotFound(f"rollout {text[:40]!r} does not exist")
+        kept = await self._store.rollouts.get(model.tenant, model.id, int(text))
+        decoded = await self._texts.ready()
+        pieces = self._texts.pieces(Rollout.parse(kept.data))
+        values: dict[str, Any] = {"run": model, "kept": kept, "pieces": pieces, "decoded": decoded}
+        return page(request, "rollout.html", visitor=visitor, here="models", **values)
+
+    async def static(self, request: Request) -> Response:
+        """Return a file of the pages."""
+        response = assets().get(request.path_params["file"])
+        if response is None:
+            raise NotFound("this file does not exist")
+        return response
+
+    # Actions
+
+    @guarded
+    async def forget(self, request: Request, visitor: Visitor) -> Response:
+        """Delete the recorded rows of a run, on request of its tenant."""
+        model = await self._model(request, visitor)
+        self.logins.check(visitor, (await form_of(request)).get("csrf", ""))
+        await self._store.rollouts.remove(model.tenant, model.id)
+        return moved(request, f"ui/runs/{model.id}")
+
+    @guarded
+    async def drain(self, request: Request, visitor: Visitor) -> Response:
+        """Ask for confirmation, or let the service finish its work and exit."""
+        question = "Drain the service: refuse new operations, finish running ones, save all models, and exit?"
+        refused = await self._confirm(request, visitor, "Drain", question, "")
+        if refused is None:
+            self._service.request_stop()
+        return refused or page(request, "drained.html", visitor=visitor, here="overview")
+
+    @guarded
+    async def cancel_model(self, request: Request, visitor: Visitor) -> Response:
+        """Ask for confirmation, or cancel the waiting operations of a model."""
+        model = await self._model(request, visitor)
+        question = f"Cancel the waiting operations of {model.id}? Operations that run already run to their end."
+        refused = await self._confirm(request, visitor, "Cancel operations", question, f"ui/runs/{model.id}")
+        if refused is None:
+            await self._service.cancel_waiting(model.id)
+        return refused or moved(request, f"ui/runs/{model.id}")
+
+    @guarded
+    async def cancel_operation(self, request: Request, visitor: Visitor) -> Response:
+        """Ask for confirmation, or cancel an operation."""
+        text = request.path_params["operation"]
+        found = [
+            entry.operation for entry in self._service.unfinished(visitor.tenant) if str(entry.operation.id) == text
+        ]
+        if not found:
+            raise NotFound(f"operation {text[:40]!r} does not exist or has finished")
+        (operation,) = found
+        question = f"Cancel operation {operation.number} ({operation.kind}) of {operation.queue_id}?"
+        if operation.id in {entry.operation.id for entry in self._service.unfinished() if entry.running}:
+            question += " It runs already: only sampling can be interrupted, training runs to its end."
+        refused = await self._confirm(request, visitor, "Cancel operation", question, "ui/operations")
+        if refused is None:
+            await self._service.cancel_operation(operation)
+        return refused or moved(request, "ui/operations")
+
+    async def _confirm(
+        self, request: Request, visitor: Visitor, action: str, question: str, back: str
+    ) -> Response | None:
+        """Return the page that asks for confirmation, or None if the form was sent with an operator's rights.
+
+        A user's session must give an operator's key with the form; the audit log names the key that was used.
+        """
+        operator = visitor.caller.role == "operator"
+        values: dict[str, Any] = {"visitor": visitor, "here": "", "action": action, "question": question, "back": back}
+        if request.method == "GET":
+            return page(request, "confirm.html", **values, operator=operator, problem=None)
+        fields = await form_of(request)
+        self.logins.check(visitor, fields.get("csrf", ""))
+        if operator:
+            return None
+        try:
+            caller = await self.logins.identify(fields.get("key", "").strip())
+        except Unauthorized as error:
+            return page(request, "confirm.html", 403, **values, operator=False, problem=error.message)
+        if caller.role != "operator":
+            problem = "this action needs the key of an operator; this key belongs to a user"
+            return page(request, "confirm.html", 403, **values, operator=False, problem=problem)
+        request.scope["caller"] = caller
+        return None
+
+    # Parts
+
+    async def _model(self, request: Request, visitor: Visitor) -> Model:
+        return await self._store.views.model(visitor.tenant, request.path_params["run"])
+
+    def _readable(self, visitor: Visitor, model: Model) -> bool:
+        """Return whether somebody may read the texts of a run."""
+        return visitor.caller.tenant == model.tenant or (visitor.tenant is None and self._settings.rollouts.operator)
+
+    async def _rollouts(self, visitor: Visitor, model: Model) -> list[dict[str, Any]]:
+        """Return the recorded rows of a run, the newest with texts if the visitor may read them."""
+        kept = await self._store.rollouts.of_run(model.tenant, model.id, self._settings.rollouts.rows)
+        rows: list[dict[str, Any]] = [{"kept": entry, "prompt": None, "text": None} for entry in kept]
+        if self._readable(visitor, model):
+            await self._texts.ready()
+            for row in rows[:_SHOWN_ROLLOUTS]:
+                row.update(await self._excerpt(row["kept"]))
+        return rows
+
+    async def _excerpt(self, kept: Kept) -> dict[str, str]:
+        try:
+            whole = await self._store.rollouts.get(kept.tenant, kept.run, kept.id)
+        except NotFound:  # replaced by a newer one meanwhile
+            return {}
+        pieces = self._texts.pieces(Rollout.parse(whole.data))
+        return {"prompt": text_of(pieces, False)[-_EXCERPT:], "text": text_of(pieces, True)[:_EXCERPT]}
+
+    def _waiting(self, tenant: str | None) -> dict[str, int]:
+        waiting: dict[str, int] = {}
+        for entry in self._service.unfinished(tenant):
+            waiting[entry.operation.queue_id] = waiting.get(entry.operation.queue_id, 0) + 1
+        return waiting
+
+    def _why(self, operation: Operation) -> str:
+        return self._service.queue_state(operation.queue_id)[1] or ""
+
+
+def _plain(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
+    """Return an endpoint with the one parameter by which `RequestRoute` recognizes it."""
+
+    async def plain(request: Request) -> Response:
+        return await endpoint(request)
+
+    return plain
+
+
+def _offset(request: Request) -> int:
+    text = request.query_params.get("offset", "0")
+    return int(text) if text.isdigit() and len(text) < 10 else 0
+
+
+def _next(target: str) -> str:
+    """Return a page of the dashboard to go to after the login; any other target becomes the first page."""
+    safe = target.startswith(PREFIX[1:]) and not any(mark in target for mark in ("//", "\\", "..", "\r", "\n"))
+    return target if safe else ""

@@ -1,0 +1,287 @@
+"""Figures of runs by optimizer step, and recorded rollouts.
+
+The journal writes a row of `figures` for each training operation, in the transaction of its outcome. `Figures.fold`
+adds them up into `steps` later, so that the size of a run is bounded and an operation costs only an insertion.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, Final
+
+import orjson
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from twinkle_server.errors import NotFound
+from twinkle_server.ports import Database
+from twinkle_server.store.database import driver
+from twinkle_server.store.tables import figures, rollouts, steps
+
+_TOGETHER: Final = 1000
+"""Maximum number of operations that one transaction adds up."""
+_OPEN: Final = 100
+"""Maximum number of rows of a step that is not complete; beyond it, they become one row."""
+MOST: Final = 4096
+"""Maximum number of rows of `steps` of a run; beyond it, pairs of rows in the older half become one."""
+_LAST: Final = ("lr", "grad_norm", "skipped")
+"""Figures of an optimizer step, of which a sum has no meaning."""
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The figures of one optimizer step of a run, or of several old ones.
+
+    Attributes:
+        step: number of the (last) optimizer step, from 1.
+        number: of its operation.
+        time: of its end, UTC seconds.
+        count: number of optimizer steps in the sums.
+        data: sums, see `engine.recording.Recorded`, and `lr`, `grad_norm` and `skipped` of the last step.
+    """
+
+    step: int
+    number: int
+    time: float
+    count: int = 1
+    data: Data = field(default_factory=dict)
+
+
+class Figures:
+    """The tables `figures` and `steps`."""
+
+    def __init__(self, database: Database, most: int = MOST) -> None:
+        """Use a database.
+
+        Args:
+            database: with both tables.
+            most: maximum number of rows of a run.
+        """
+        self._database = database
+        self._most = most
+
+    async def fold(self) -> int:
+        """Across tenants: add up the operations of complete steps; return how many rows this has removed."""
+        total, after = 0, 0
+        while True:
+            count, after = await self._database.write(partial(self._fold, after))
+            total += count
+            if not after:
+                return total
+
+    async def steps(self, tenant: str, run: str, after: int = 0) -> list[Step]:
+        """Return the complete steps of a tenant's run after a step, in order."""
+        done = select(steps).where(steps.c.tenant == tenant, steps.c.run == run)
+        tail = select(figures).where(figures.c.tenant == tenant, figures.c.run == run).order_by(figures.c.number)
+
+        def work(connection: Connection) -> list[Step]:
+            last = _last(connection, run)
+            newer = done.where(steps.c.step > after).order_by(steps.c.step)
+            found = [_step(row) for row in connection.execute(newer)]
+            return found + [entry for entry in _grouped(connection.execute(tail), last)[0] if entry.step > after]
+
+        return await self._database.read(work)
+
+    async def forget(self, before: float) -> int:
+        """Across tenants: delete runs whose last step ended before a time; return the number of rows."""
+
+        def work(connection: Connection) -> int:
+            count = 0
+            for table in (figures, steps):
+                newest = select(table.c.run).group_by(table.c.run).having(func.max(table.c.time) < before)
+                count += connection.execute(delete(table).where(table.c.run.in_(newest))).rowcount
+            return count
+
+        return await self._database.write(work)
+
+    def _fold(self, after: int, connection: Connection) -> tuple[int, int]:
+        """Across tenants: add up the operations after one.
+
+        Returns:
+            The number of rows that this has removed, and the last operation that was read; 0 at the end.
+        """
+        query = select(figures).where(figures.c.operation > after).order_by(figures.c.operation).limit(_TOGETHER)
+        rows = connection.execute(query).all()
+        runs: dict[str, list[Any]] = {}
+        for row in rows:
+            runs.setdefault(row.run, []).append(row)
+        count = sum(self._fold_run(connection, run, of_run) for run, of_run in runs.items())
+        return count, rows[-1].operation if len(rows) == _TOGETHER else 0
+
+    def _fold_run(self, connection: Connection, run: str, rows: list[Any]) -> int:
+        """Across tenants: write the complete steps of a run, and remove their operations; return their number."""
+        found, rest = _grouped(rows, _last(connection, run))
+        done = [(row.operation,) for row in rows[: len(rows) - rest]]
+        if found:
+            connection.execute(insert(steps), [_row(run, rows[0].tenant, entry) for entry in found])
+            self._thin(connection, run)
+        if rest > _OPEN:  # a step of very many operations, or a run without steps: they become one row
+            done += [(row.operation,) for row in rows[len(rows) - rest : -1]]
+            merged: Data = reduce(add, (orjson.loads(row.data) for row in rows[len(rows) - rest :]), {})
+            changed = update(figures).where(figures.c.operation == rows[-1].operation)
+            connection.execute(changed.values(data=orjson.dumps(merged).decode()))
+        driver(connection).executemany("DELETE FROM figures WHERE operation = ?", done)
+        return len(done)
+
+    def _thin(self, connection: Connection, run: str) -> None:
+        """Across tenants: merge pairs of a run's older steps if there are too many rows."""
+        count = connection.execute(select(func.count()).select_from(steps).where(steps.c.run == run)).scalar_one()
+        if count <= self._most:
+            return
+        older = connection.execute(select(steps).where(steps.c.run == run).order_by(steps.c.step).limit(count // 2))
+        rows = older.all()
+        entries = [_step(row) for row in rows[: len(rows) // 2 * 2]]
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        connection.execute(delete(steps).where(steps.c.run == run, steps.c.step <= entries[-1].step))
+        connection.execute(insert(steps), [_row(run, rows[0].tenant, _pair(*pair)) for pair in pairs])
+
+
+def _last(connection: Connection, run: str) -> int:
+    """Across tenants: return the number of a run's last row of `steps`."""
+    return int(
+        connection.execute(select(func.coalesce(func.max(steps.c.step), 0)).where(steps.c.run == run)).scalar_one()
+    )
+
+
+def _grouped(rows: Iterable[Any], last: int) -> tuple[list[Step], int]:
+    """Return the complete steps that operations form, and the number of operations after the last of them."""
+    found: list[Step] = []
+    data: Data = {}
+    open_rows = 0
+    for row in rows:
+        data = add(data, orjson.loads(row.data))
+        open_rows += 1
+        if row.kind == "optim_step":
+            found.append(Step(last + len(found) + 1, row.number, row.time, 1, data))
+            data, open_rows = {}, 0
+    return found, open_rows
+
+
+def _pair(first: Step, second: Step) -> Step:
+    return Step(second.step, second.number, second.time, first.count + second.count, add(first.data, second.data))
+
+
+def _row(run: str, tenant: str, entry: Step) -> dict[str, Any]:
+    data = entry.data if entry.count == 1 else {**entry.data, "count": entry.count}
+    return {
+        "run": run, "step": entry.step, "tenant": tenant, "number": entry.number, "time": entry.time,
+        "data": orjson.dumps(data).decode(),
+    }  # fmt: skip
+
+
+def _step(row: Any) -> Step:
+    data = orjson.loads(row.data)
+    return Step(row.step, row.number, row.time, data.pop("count", 1), data)
+
+
+def add(first: Mapping[str, Any], second: Mapping[str, Any]) -> Data:
+    """Return the figures of two operations together.
+
+    Numbers are added; of lists (sum, count, maximum), the maximum is taken of the third values. Of the figures of an
+    optimizer step, the second's replace the first's.
+    """
+    total: Data = dict(first)
+    for name, value in second.items():
+        before = total.get(name)
+        if before is None or name in _LAST:
+            total[name] = value
+        elif isinstance(value, dict):
+            total[name] = add(before, value)
+        elif isinstance(value, list):
+            total[name] = [before[0] + value[0], before[1] + value[1], *map(max, before[2:], value[2:])]
+        elif value is not None:
+            total[name] = before + value
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A recorded row of a training operation.
+
+    Attributes:
+        tenant: its owner.
+        run: the model that was trained.
+        number: of the operation.
+        time: at which it was recorded, UTC seconds.
+        about: see `engine.recording.Recorder`.
+        data: see `engine.recording.Rollout`.
+        id: of its row; 0 before it is written.
+    """
+
+    tenant: str
+    run: str
+    number: int
+    time: float
+    about: dict[str, Any]
+    data: bytes
+    id: int = 0
+
+
+class RolloutTable:
+    """The table `rollouts`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, rows: Sequence[Kept], keep: int) -> None:
+        """Across tenants: add rows in one transaction, and delete all but the `keep` newest of each of their runs."""
+        values = [
+            {"tenant": row.tenant, "run": row.run, "number": row.number, "time": row.time, "size": len(row.data),
+             "about": row.about, "data": row.data}
+            for row in rows
+        ]  # fmt: skip
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert(rollouts), values)
+            for run in {row.run for row in rows}:
+                surplus = select(rollouts.c.id).where(rollouts.c.run == run).order_by(rollouts.c.id.desc())
+                oldest = connection.execute(surplus.offset(keep).limit(1)).scalar()
+                if oldest is not None:
+                    connection.execute(delete(rollouts).where(rollouts.c.run == run, rollouts.c.id <= oldest))
+
+        if values:
+            await self._database.write(work)
+
+    async def of_run(self, tenant: str, run: str, limit: int) -> list[Kept]:
+        """Return the rows of a tenant's run, newest first, without their data."""
+        query = select(*(column for column in rollouts.c if column.name != "data"))
+        own = query.where(rollouts.c.tenant == tenant, rollouts.c.run == run).order_by(rollouts.c.id.desc())
+        return await self._database.read(
+            lambda connection: [_kept(row, b"") for row in connection.execute(own.limit(limit))]
+        )
+
+    async def get(self, tenant: str, run: str, row: int) -> Kept:
+        """Return a row of a tenant's run.
+
+        Raises:
+            NotFound: the tenant has no such row, or it is no longer kept.
+        """
+        query = select(rollouts).where(rollouts.c.tenant == tenant, rollouts.c.run == run, rollouts.c.id == row)
+        found = await self._database.read(lambda connection: connection.execute(query).one_or_none())
+        if found is None:
+            raise NotFound(f"rollout {row} of this run does not exist; only the newest ones are kept")
+        return _kept(found, bytes(found.data))
+
+    async def remove(self, tenant: str, run: str) -> int:
+        """Delete the rows of a tenant's run, and return their number."""
+        query = delete(rollouts).where(rollouts.c.tenant == tenant, rollouts.c.run == run)
+        return await self._database.write(lambda connection: connection.execute(query).rowcount)
+
+    async def trim(self, most: int, before: float) -> int:
+        """Across tenants: delete rows older than a time, and the oldest ones beyond `most` bytes; return the number."""
+        totals = (
+            "SELECT max(id) FROM (SELECT id, sum(size) OVER (ORDER BY id DESC) AS total FROM rollouts) WHERE total > ?"
+        )
+
+        def work(connection: Connection) -> int:
+            count = connection.execute(delete(rollouts).where(rollouts.c.time < before)).rowcount
+            last = driver(connection).execute(totals, (most,)).fetchone()[0]
+            if last is not None:
+                count += connection.execute(delete(rollouts).where(rollouts.c.id <= last)).rowcount
+            return count
+
+        return await self._database.write(work)
+
+
+def _kept(row: Any, data: bytes) -> Kept:
+    return Kept(row.tenant, row.run, row.number, row.time, dict(row.about or {}), data, row.id)
