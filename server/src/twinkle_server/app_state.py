@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
 
+from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.errors import NotFound, Unavailable
 from twinkle_server.ports import Database, Service
@@ -105,6 +106,7 @@ class AppState:
         store: the tables.
         settings: of the service.
         links: creates signed links; None if downloads are disabled.
+        renderer: of text for the chat endpoints; None if they are disabled.
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
     """
@@ -113,6 +115,7 @@ class AppState:
     store: Records
     settings: Settings
     links: Links | None = None
+    renderer: Renderer | None = None
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
 

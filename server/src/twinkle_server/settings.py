@@ -105,6 +105,7 @@ class Settings:
         data: directory for the database, payloads, snapshots and checkpoints.
         name: name of the model for clients; by default `model`.
         tokenizer: where clients load the tokenizer; None is the model folder, for clients on this machine.
+        template: the chat template of the chat endpoints, a component of kind `template` by name.
         host: address to listen on.
         port: port to listen on; 0 uses a free one.
         auth: False serves requests without keys; on loopback only.
@@ -132,6 +133,7 @@ class Settings:
     data: Path
     name: str | None = None
     tokenizer: str | None = None
+    template: str = "Template"
     host: str = "127.0.0.1"
     port: int = 8000
     auth: bool = True

@@ -27,8 +27,9 @@ from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_e
 from twinkle_server.engine.losses.building import SEQUENCES, Rows, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.queues import Composition
-from twinkle_server.engine.samples import Sampled, Samples
-from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
+from twinkle_server.engine.samples import Sampled, Samples, Versions
+from twinkle_server.engine.streams import Entry, Streams
+from twinkle_server.operations import Create, Generate, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
@@ -249,7 +250,10 @@ class Executor:
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
         self._models = Models(engine, name)
-        self._samples = Samples(engine, self._info)
+        versions = Versions(engine)
+        self._samples = Samples(engine, self._info, versions)
+        self._entries: list[Entry] = []
+        self._streams = Streams(engine, versions, lambda queue_id: engine.version(self._models[queue_id].ref))
 
     def describe(self) -> ModelInfo:
         """Return the description of the base model."""
@@ -393,19 +397,34 @@ class Executor:
         with public_errors():
             self._samples.submit(key, sample, source)
 
-    def decode(self) -> list[Sampled]:
-        """Run one decode step; return the requests that have ended."""
+    def generate(self, key: int, generate: Generate, source: Path | None) -> None:
+        """Submit a streamed request; raises its error if it is invalid."""
         with public_errors():
-            return self._samples.decode()
+            self._streams.submit(key, generate, source)
+
+    def decode(self) -> list[Sampled]:
+        """Run one decode step; return the requests that have ended, and the streamed requests that failed."""
+        if not self.sampling:
+            return []
+        with public_errors():
+            self.engine.decode()
+            self._entries, failed = self._streams.collect()
+            return self._samples.collect() + failed
+
+    def streamed(self) -> list[Entry]:
+        """Return what streamed requests have sampled in the last decode step."""
+        entries, self._entries = self._entries, []
+        return entries
 
     @property
     def sampling(self) -> int:
         """Number of sampling requests that have not ended."""
-        return len(self._samples)
+        return len(self._samples) + len(self._streams)
 
     def cancel(self, key: int) -> None:
         """Cancel a sampling request; no-op if it has ended."""
         self._samples.cancel(key)
+        self._streams.cancel(key)
 
 
 def _step_of(ref: Any, step: OptimStep) -> Step:

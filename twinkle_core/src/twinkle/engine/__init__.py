@@ -18,6 +18,7 @@ from twinkle.engine.base import (
     Step,
     StepResult,
     Usage,
+    check_features,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Step",
     "StepResult",
     "Usage",
+    "check_features",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, "engine")
