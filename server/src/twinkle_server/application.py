@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from twinkle_server import ports
 from twinkle_server.app_state import AppState, Records
-from twinkle_server.chat import anthropic, openai
+from twinkle_server.chat import anthropic, embeddings, openai
 from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.error_forms import PREFIX as CHAT_PREFIX
@@ -175,7 +175,7 @@ def tinker_routes() -> APIRouter:
 def chat_routes() -> APIRouter:
     """Return the endpoints of OpenAI's and Anthropic's protocols."""
     router = APIRouter()
-    for module in (openai, anthropic):
+    for module in (openai, anthropic, embeddings):
         add_routes(router, module.router, CHAT_PREFIX)
     return router
 

@@ -19,6 +19,7 @@ from twinkle.engine.base import (
     Step,
     StepResult,
     Usage,
+    check_features,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Step",
     "StepResult",
     "Usage",
+    "check_features",
 ]
 
 

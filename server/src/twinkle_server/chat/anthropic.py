@@ -217,7 +217,13 @@ class MessageWriter:
     def start(self) -> bytes:
         """Return the beginning of the message."""
         usage = _usage(Usage(self._prompt))
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return _event("message_start", message=message)
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:

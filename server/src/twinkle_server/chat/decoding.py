@@ -27,7 +27,8 @@ class TextDecoder:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._tail: list[int] = []
-        self._decoded = 0
+        self._shown = 0  # characters of the decoded tail
+        self._waiting = 0  # tokens since the last complete character
         self._sent = self._held = ""
         self.stop: str | None = None
 
@@ -35,14 +36,16 @@ class TextDecoder:
         """Add tokens and return the text that is final: no stop string can begin in it."""
         self._tokens += tokens
         self._tail += tokens
-        before, after = self._decode(self._tail[: self._decoded]), self._decode(self._tail)
-        finished = not after.endswith(_UNFINISHED) and len(after) > len(before)
-        if not finished and len(self._tail) - self._decoded <= _PATIENCE:
+        self._waiting += len(tokens)
+        after = self._decode(self._tail)
+        whole = after if self._waiting > _PATIENCE else after.rstrip(_UNFINISHED)
+        if len(whole) <= self._shown:
             return ""
-        # The next difference needs only the last tokens as context.
-        self._tail = self._tail[-_CONTEXT:]
-        self._decoded = len(self._tail)
-        text = self._held + after[len(before) :]
+        text = self._held + whole[self._shown :]
+        self._shown, self._waiting = len(whole), 0
+        if whole == after:  # the next difference needs only the last tokens as context
+            self._tail = self._tail[-_CONTEXT:]
+            self._shown = len(self._decode(self._tail))
         certain = len(text) - max((_begun(text, string) for string in self._stops), default=0)
         self._held = text[certain:]
         self._sent += text[:certain]

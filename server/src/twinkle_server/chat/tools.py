@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinkle.data_format.sampling import JSON_WHITESPACE
 from twinkle.tool_parser import ToolCallParser
 from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.render import ToolFormat
+
+
+_MOST_CALLS = 32
+"""Calls that a grammar allows in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,21 @@ def forced_grammar(form: ToolFormat, parser: ToolCallParser, tools: Sequence[dic
     opening, closing = (_literal(marker, form.special) for marker in (parser.open_marker, parser.close_marker))
     names = [f"call_{number}" for number in range(len(tools))]
     one = f"({' | '.join(names)})"
-    lines = [f'start: {one} ("\\n" {one})*' if several else f"start: {one}"]
+    lines = [f'start: {one} ("\\n" {one}){{0,{_MOST_CALLS - 1}}}' if several else f"start: {one}"]
     for name, tool in zip(names, tools, strict=True):
         function = tool["function"]
         begin = f'{form.before}{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = json.dumps(function.get("parameters") or {"type": "object"})
+        schema = json.dumps(
+            {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, "type": "object"} | _schema(function)
+        )
         lines.append(f"{name}: {opening} {json.dumps(begin)} {name}_arguments {json.dumps('}' + form.after)} {closing}")
         lines.append(f"{name}_arguments: %json {schema}")
     return "\n".join(lines)
+
+
+def _schema(function: dict[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = function.get("parameters") or {}
+    return parameters
 
 
 def _literal(marker: str, special: bool) -> str:

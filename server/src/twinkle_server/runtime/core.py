@@ -330,7 +330,7 @@ class Runtime:
 
     async def status(self) -> dict[str, Any]:
         """Return the current figures of the service."""
-        return self.runtime_status.status()
+        return {**self.runtime_status.status(), "streams": len(self.generations)}
 
     # Engine events (`supervision.Listener`)
 

@@ -15,6 +15,9 @@ _OURS_ALONE = (
 )  # fmt: skip
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 """Keys of `SamplingParams.structured_outputs`, as in vLLM."""
+JSON_WHITESPACE = r"(\n[ \t]{0,32}| )?"
+"""Pattern of the white space between the parts of JSON in structured outputs: a space, or a line break and indentation.
+Without a limit, a model may write white space until `max_tokens`."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinkle.data_format.sampling import JSON_WHITESPACE
 from twinkle.errors import ArgumentError, RequirementMissing, Unsupported
 
 _KEPT = 64  # compiled grammars
@@ -80,7 +81,7 @@ def source_of(structure: Mapping[str, Any]) -> str:
     schema = {"type": "object"} if kind == "json_object" else value
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return LLMatcher.grammar_from_json_schema(text)
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"structured_outputs: the JSON schema cannot be read: {error}") from error
 
