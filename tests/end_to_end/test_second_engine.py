@@ -19,7 +19,10 @@ from twinkle_transformers.engine import TransformersEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TOKENS, OTHER = list(range(5, 25)), [200, 100, 50, 25, 12]
-ABSENT = {"paging", "composition", "prompt_scores", "stop_strings", "native_losses"}
+ABSENT = {
+    "paging", "composition", "prompt_scores", "stop_strings", "native_losses", "min_p", "logit_bias", "penalties",
+    "structured_outputs",
+}  # fmt: skip
 """Checks of features that the engine does not have; they check that it refuses them."""
 ADAM = sdk.tinker.AdamParams(learning_rate=1e-2)
 SECONDS = 60.0

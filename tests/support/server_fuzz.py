@@ -37,6 +37,15 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
+CHAT = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "1"}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+MESSAGES = [
+    {"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]},
+]  # fmt: skip
+TOOL = {"name": "f", "description": "x", "input_schema": {"type": "object"}}
+
+
 def seeds(session: str, model: str) -> dict[str, dict[str, Any]]:
     """Return a good body of each route that takes one."""
     numbered = {"model_id": model, "seq_id": 900}
@@ -81,6 +90,21 @@ def seeds(session: str, model: str) -> dict[str, dict[str, Any]]:
         "/training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 3600},
         "/weights_info": {"tinker_path": path},
         "/copy_weights": {"source_path": path, "session_id": session, "model_seq_id": 9, "ttl_seconds": 3600},
+        "/v1/chat/completions": {
+            "model": model, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2,
+            "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2,
+            "max_completion_tokens": 4, "seed": 7, "stop": ["x"], "logit_bias": {"3": 1.0}, **CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+        },
+        "/v1/completions": {
+            "model": model, "prompt": [[1, 2], [3]], "max_tokens": 4, "logprobs": 2, "echo": True, **CHAT,
+        },
+        "/v1/embeddings": {"model": model, "input": ["x", "y"], "encoding_format": "float"},
+        "/v1/messages": {
+            "model": model, "max_tokens": 4, "system": "x", "messages": MESSAGES, "tools": [TOOL],
+            "tool_choice": {"type": "tool", "name": "f"}, "stop_sequences": ["x"], "stream": True, "top_k": 3,
+        },
+        "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
     }  # fmt: skip
 
 
@@ -164,6 +188,9 @@ class Fuzz:
         self.seeds = seeds(made.session, made.id)
         for route in ("/create_model", "/create_sampling_session"):
             self.seeds[route]["base_model"] = base
+        for route in self.seeds:
+            if route.startswith("/v1/") and chance.random() < 0.5:
+                self.seeds[route]["model"] = base
         self.seeds["/asample"]["sampling_session_id"] = sampler
         self.seeds["/retrieve_futures"]["target"]["sampling_session_id"] = sampler
         del self.seeds["/retrieve_futures"]["timeout"]  # another one than that of the service would be waited for
@@ -303,5 +330,6 @@ def check(answer: httpx.Response, asked: dict[str, Any]) -> None:
     shown = {**asked, "content": asked.get("content", b"")[:2000]}
     assert answer.status_code < 500, (answer.status_code, answer.text, shown)
     if answer.status_code >= 400 and asked["method"] != "HEAD":
-        assert answer.json()["detail"], (answer.text, shown)
+        said = answer.json()
+        assert said["detail"] if "detail" in said else said["error"]["message"], (answer.text, shown)
         assert "Traceback" not in answer.text

@@ -265,6 +265,10 @@ ENGINES: dict[str, Broken] = {
     "interrupts": broken(changed(Engine, interrupt=lambda self, between: None)),
     "prompt_scores": broken(requests(result=scored_with_none)),
     "stop_strings": broken(without("stop", lambda value: isinstance(value, str))),
+    "min_p": broken(without("min_p", lambda value: True)),
+    "logit_bias": broken(without("logit_bias", lambda value: True)),
+    "penalties": broken(without("frequency_penalty", lambda value: True)),
+    "structured_outputs": broken(without("structured_outputs", lambda value: value["json"]["type"] == "object")),
     "output_projection": broken(changed(Engine, add=no_output_projection)),
     "native_losses": broken(
         after(Engine, lambda info: replace(info, losses=frozenset({"made_up"})), "describe"),

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
 
+from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.data.resources import DataResources
 from twinkle_server.engine.native.templates import Templates
@@ -108,6 +109,7 @@ class AppState:
         store: the tables.
         settings: of the service.
         links: creates signed links; None if downloads are disabled.
+        renderer: of text for the chat endpoints; None if they are disabled.
         models: cache of models; only their owner and session, which never change, may be relied on.
         samplers: cache of sampling sessions.
         data: data resources; None if the service does not offer any.
@@ -119,6 +121,7 @@ class AppState:
     store: Records
     settings: Settings
     links: Links | None = None
+    renderer: Renderer | None = None
     models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
     samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
     data: DataResources | None = None

@@ -13,11 +13,15 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from twinkle_server import ports
 from twinkle_server.app_state import AppState, Records
+from twinkle_server.chat import anthropic, embeddings, openai
+from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.dashboard.pages import PREFIX as PREFIX_OF_PAGES
 from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.data import routes as data_routes
 from twinkle_server.data.serving import data_resources
+from twinkle_server.error_forms import PREFIX as CHAT_PREFIX
+from twinkle_server.error_forms import form, status_of
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.hub_uploads import routes as upload_routes
 from twinkle_server.hub_uploads.serving import hub_uploads
@@ -71,7 +75,9 @@ def assemble(
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
-    application = create_application(Limited(service, meter), store, settings, links)
+    renderer = Renderer(settings.model, settings.template)
+    service.on_close.append(renderer.close)
+    application = create_application(Limited(service, meter), store, settings, links, renderer=renderer)
     add_routes(application.router, download_routes(links))
     add_routes(application.router, tokenizer_routes(Path(settings.model), lambda: bool(service.info.tokenizer)))
 
@@ -112,6 +118,7 @@ def create_application(
     settings: Settings,
     links: Links | None = None,
     router: APIRouter | None = None,
+    renderer: Renderer | None = None,
 ) -> FastAPI:
     """Return the application without authentication and body limits.
 
@@ -121,6 +128,7 @@ def create_application(
         settings: of the service.
         links: creates signed links to files; None disables downloads.
         router: with the endpoints; None creates it.
+        renderer: of text; None disables the chat endpoints.
     """
     application = Application(
         title="Twinkle",
@@ -131,7 +139,7 @@ def create_application(
         default_response_class=Response,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # the service has its own
     )
-    application.state.state = AppState(service, store, settings, links)
+    application.state.state = AppState(service, store, settings, links, renderer)
     add_routes(application.router, router or all_routes())
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)
@@ -202,16 +210,24 @@ def tinker_routes() -> APIRouter:
     return router
 
 
+def chat_routes() -> APIRouter:
+    """Return the endpoints of OpenAI's and Anthropic's protocols."""
+    router = APIRouter()
+    for module in (openai, anthropic, embeddings):
+        add_routes(router, module.router, CHAT_PREFIX)
+    return router
+
+
 def all_routes() -> APIRouter:
     """Return the endpoints of all protocols."""
     router = tinker_routes()
     add_routes(router, native.native_routes())
+    add_routes(router, chat_routes())
     return router
 
 
-def _service_error(_request: Request, error: Any) -> Response:
-    kind = {} if error.kind is None else {"error": error.kind}
-    response = json_response({"detail": error.message, **kind}, error.status)
+def _service_error(request: Request, error: Any) -> Response:
+    response = _error_response(request, error.status, error.message, error)
     if isinstance(error, Busy):
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, SequenceConflict):
@@ -219,9 +235,15 @@ def _service_error(_request: Request, error: Any) -> Response:
     return response
 
 
-def _invalid(_request: Request, error: Any) -> Response:
+def _error_response(request: Request, status: int, message: str, error: ServiceError | None = None) -> Response:
+    path = request.scope["path"]
+    status = status_of(path, status)
+    return json_response(form(path, status, message, error), status)
+
+
+def _invalid(request: Request, error: Any) -> Response:
     errors = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:8]]
-    return json_response({"detail": "; ".join(errors)[:2000]}, 422)
+    return _error_response(request, 422, "; ".join(errors)[:2000])
 
 
 def _http_error(request: Request, error: Any) -> Response:
@@ -230,11 +252,11 @@ def _http_error(request: Request, error: Any) -> Response:
         detail = f"{request.url.path[:300]!r} does not exist on this service"
     if error.status_code == 405:
         detail = f"{request.url.path[:300]!r} does not support {request.method}"
-    response = json_response({"detail": detail}, error.status_code)
+    response = _error_response(request, error.status_code, detail)
     response.headers.update(error.headers or {})
     return response
 
 
 def _failure(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.scope.get("path", "")[:300], exc_info=error)
-    return json_response({"detail": "internal server error; see the log of the service"}, 500)
+    return _error_response(request, 500, "internal server error; see the log of the service")

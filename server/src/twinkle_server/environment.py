@@ -1,6 +1,9 @@
-"""Selection of the environment variables that child processes inherit, without secrets."""
+"""The environment of child processes: variables without secrets, and their end together with the service."""
 
+import ctypes
 import re
+import signal
+import sys
 from collections.abc import Mapping
 
 _PASSED_ON = re.compile(
@@ -18,3 +21,13 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if _PASSED_ON.fullmatch(name) and not _SECRET.search(name.upper())
     }
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the service dies."""
+    if not sys.platform.startswith("linux"):
+        return  # elsewhere, the closed socket ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

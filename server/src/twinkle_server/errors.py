@@ -3,11 +3,6 @@
 An operation that fails after it was accepted has an `Outcome` with an error instead.
 """
 
-import math
-from typing import Any
-
-import orjson
-
 
 class ServiceError(Exception):
     """A request that is answered with an error.
@@ -92,16 +87,6 @@ class Unavailable(Busy):
     """The service cannot handle the request at the moment, for example while it starts or shuts down."""
 
     status = 503
-
-
-async def refuse(send: Any, error: ServiceError) -> None:
-    """Respond with an error as `{"detail": ...}`; the rest of the request's body is dropped."""
-    body = orjson.dumps({"detail": error.message})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if isinstance(error, Busy):
-        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class StoreError(RuntimeError):

@@ -379,5 +379,33 @@ class Sample(_Payload):
 
 
 @dataclass(slots=True)
+class Generate(_Payload):
+    """A request whose tokens are streamed. It is not written to the log, and ends with the engine.
+
+    Attributes:
+        tokens: of the prompt.
+        params: fields of `twinkle.data_format.SamplingParams`.
+        source: folder of a checkpoint, relative to the data folder.
+        model: id of the model whose present weights are used; without both, the base model is sampled.
+    """
+
+    tokens: list[int]
+    params: dict[str, Any]
+    source: str | None = None
+    model: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return int(self.params.get("num_samples", 1))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum number of sampled tokens of a sequence."""
+        most: int | None = self.params.get("max_tokens")
+        return most
+
+
+@dataclass(slots=True)
 class Unload(_Payload):
     """The unload of a model: its weights, gradients and moments are zeroed and freed."""

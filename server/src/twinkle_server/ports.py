@@ -1,9 +1,22 @@
 """Protocols between the parts of the service: the endpoints, the runtime, the store, and telemetry."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from twinkle_server.operations import Accepted, Category, Future, ModelInfo, Operation, Outcome, Snapshot, Submission
+from twinkle_server.operations import (
+    Accepted,
+    Category,
+    Future,
+    Generate,
+    ModelInfo,
+    Operation,
+    Outcome,
+    Snapshot,
+    Submission,
+)
+
+if TYPE_CHECKING:
+    from twinkle_server.runtime.generations import Generation
 
 T = TypeVar("T")
 
@@ -168,6 +181,9 @@ class Service(Protocol):
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
         """Return a future when it is resolved, or its current state after `seconds`."""
+
+    async def generate(self, tenant: str, generate: Generate) -> "Generation":
+        """Send a streamed request to the engine; it is not written to the log."""
 
     async def cancel(self, request: str, tenant: str) -> None:
         """Cancel an operation that has not started; sampling requests are cancelled while they run, too."""

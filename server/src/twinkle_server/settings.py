@@ -152,6 +152,7 @@ class Settings:
         tokenizer: where clients load the tokenizer: an id at Hugging Face, or a path that is valid on their machines;
             None is the id of a model from Hugging Face, and otherwise nothing, because paths of this machine are not
             shown to tenants.
+        template: the chat template of the chat endpoints, a component of kind `template` by name.
         host: address to listen on.
         port: port to listen on; 0 uses a free one.
         root_path: prefix of all URLs that a proxy removes before it forwards a request, such as `/twinkle`.
@@ -192,6 +193,7 @@ class Settings:
     data: Path
     name: str | None = None
     tokenizer: str | None = None
+    template: str = "Template"
     host: str = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     root_path: str = ""

@@ -53,7 +53,12 @@ def unknown(ids: Ids) -> Ids:
 
 def ask(client: httpx.Client, method: str, path: str, ids: Ids) -> httpx.Response:
     """Ask a route about things."""
-    for name, value in (("{session_id}", "session"), ("{sampler_id}", "sampler"), ("{run}", "model")):
+    for name, value in (
+        ("{session_id}", "session"),
+        ("{sampler_id}", "sampler"),
+        ("{run}", "model"),
+        ("{model}", "model"),
+    ):
         path = path.replace(name, ids[value])
     path = path.replace("{kind}", "weights").replace("{name}", "a")
     template = re.sub(re.escape(ids["model"]), "{run}", path.removeprefix("/api/v1"))

@@ -15,7 +15,7 @@ from twinkle.testing import tiny_model
 
 TIMES = {"poll": 0.02, "gap_pause": 0.01, "gap_fail": 0.5, "session": 3600.0}
 ROWS = [row([7, 8, 9, 10]), row([11, 12, 13], [0.5, -1.0])]
-BUSY = ("forward", "optim", "model", "weights", "sampl", "loss")
+BUSY = ("forward", "optim", "model", "weights", "sampl", "loss", "completions", "messages", "embeddings")
 """Parts of the paths that lead to the engine."""
 
 

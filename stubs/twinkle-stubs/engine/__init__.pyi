@@ -20,6 +20,7 @@ from twinkle.engine.base import (
     Step,
     StepResult,
     Usage,
+    check_features,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Step",
     "StepResult",
     "Usage",
+    "check_features",
 ]
 
 

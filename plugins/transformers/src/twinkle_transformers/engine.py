@@ -102,9 +102,12 @@ class TransformersEngine(Engine):
         module = self._model.model
         folder = Path(self._model.model_path)
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
-        features: set[Feature] = {"composition", "early_results", "interrupt", "model", "page", "prompt_scores"}
+        features: set[Feature] = {
+            "composition", "early_results", "interrupt", "logit_bias", "min_p", "model", "page", "penalties",
+            "prompt_scores",
+        }  # fmt: skip
         if has_tokenizer:
-            features.add("stop_strings")
+            features |= {"stop_strings", "structured_outputs"}
         if any(site.head for site in self._pool.sites.values()):
             features.add("train_unembed")
         dtype = PRECISION[self._model.mixed_precision] or module.dtype

@@ -18,6 +18,7 @@ from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import context_of
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.sampling.engine import Limits, SamplingService
+from twinkle_transformers.sampling.grammars import Grammar, Grammars
 from twinkle_transformers.sampling.requests import (
     Prompt,
     PromptScores,
@@ -42,7 +43,7 @@ class TorchSampler(ReceivesWeights, Sampler):
     """A sampling engine with continuous batching: requests of all calls, threads and adapters share each decoding step.
 
     Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
-    1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes. On
+    1), before every filter, penalty, bias and grammar: exactly what a training forward with `temperature=` computes. On
     request, log-probabilities of the filtered distribution that tokens were drawn from, and of the model at temperature
     1, are returned too (`sampled_logprobs`, `raw_logprobs`).
 
@@ -101,6 +102,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         self.device_mesh = device_mesh
         self.max_batch_size = max_batch_size
         self._template: Any = None
+        self._grammars: tuple[Any, Grammars] | None = None
         self._source: Source
         if model_id is not None:
             device = device if device is not None else Platform.get_local_device()
@@ -370,9 +372,18 @@ class TorchSampler(ReceivesWeights, Sampler):
         strings = tuple(string for string in params.stop_strings() if string)
         known = self._template is not None or self._source.model_id is not None
         tokenizer = self.template.tokenizer if known or strings else None
-        ends = frozenset[int]() if params.endless else end_tokens(self._source.base, tokenizer)
-        ids = ends | frozenset(params.stop_token_ids())
-        return StopRule(ids, strings, tokenizer)
+        all_ends = end_tokens(self._source.base, tokenizer)
+        ids = (frozenset[int]() if params.endless else all_ends) | frozenset(params.stop_token_ids())
+        return StopRule(ids, strings, tokenizer, self._grammar(params, all_ends))
+
+    def _grammar(self, params: SamplingParams, ends: frozenset[int]) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        tokenizer = self.template.tokenizer
+        if self._grammars is None or self._grammars[0] is not tokenizer:
+            vocabulary = int(self._source.base.get_input_embeddings().weight.shape[0])
+            self._grammars = tokenizer, Grammars(tokenizer, vocabulary, ends)
+        return self._grammars[1].compile(params.structured_outputs)
 
     def _response(self, feature: InputFeature, request: Request) -> SampleResponse:
         result, scores = request.result, request.prompt.scores

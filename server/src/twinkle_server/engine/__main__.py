@@ -1,6 +1,5 @@
 """`python -m twinkle_server.engine DESCRIPTOR JSON`: the engine, with an inherited socket to the service."""
 
-import ctypes
 import logging
 import signal
 import sys
@@ -16,9 +15,9 @@ from twinkle_server.engine.messages import BlockingLink
 from twinkle_server.engine.provider import engine_name
 from twinkle_server.engine.recording import Recorder
 from twinkle_server.engine.revocations import RevocationWatch
+from twinkle_server.environment import die_with_parent
 from twinkle_server.settings import Settings
 
-_PR_SET_PDEATHSIG = 1
 _ROLLOUTS = 4
 """Maximum number of rollouts that are recorded of one operation."""
 
@@ -27,7 +26,7 @@ def main(arguments: list[str]) -> None:
     """Serve until the service closes the socket."""
     if len(arguments) != 2 or not arguments[0].isdigit():
         sys.exit("usage: python -m twinkle_server.engine DESCRIPTOR JSON; `twinkle serve` starts it")
-    _die_with_parent()
+    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # terminals send these to all processes; the service stops this one
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
@@ -70,13 +69,6 @@ def _worker_limits(settings: Settings) -> WorkerLimits | None:
     times, half = settings.times, settings.times.deadline / 2
     seconds, start = min(times.loss, half), min(times.loss_start, half)
     return WorkerLimits(seconds=seconds, start=start, memory=settings.limits.loss_bytes)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the service dies."""
-    if not sys.platform.startswith("linux"):
-        return  # elsewhere, the closed socket ends this process
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from twinkle_server.engine.native.state import read_spec
 from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.recording import Recorded, Recorder, TrainedRow
-from twinkle_server.engine.samples import Sampled, Samples
-from twinkle_server.operations import Create, Load, ModelInfo, OptimStep, Sample, Save
+from twinkle_server.engine.samples import Sampled, Samples, Versions
+from twinkle_server.engine.streams import Entry, Streams
+from twinkle_server.operations import Create, Generate, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
@@ -335,7 +336,10 @@ class Executor:
         self._ended: Callable[[int, OperationResult | OperationError], None] | None = None
         engine.report(self._report)
         self._models = Models(engine, self._info, self._losses, in_process)
-        self._samples = Samples(engine, self._info)
+        versions = Versions(engine)
+        self._samples = Samples(engine, self._info, versions)
+        self._entries: list[Entry] = []
+        self._streams = Streams(engine, versions, lambda queue_id: engine.version(self._models[queue_id].ref))
 
     def describe(self) -> ModelInfo:
         """Return the description of the base model."""
@@ -562,19 +566,34 @@ class Executor:
         with public_errors():
             self._samples.submit(key, sample, source)
 
-    def decode(self) -> list[Sampled]:
-        """Run one decode step; return the requests that have ended."""
+    def generate(self, key: int, generate: Generate, source: Path | None) -> None:
+        """Submit a streamed request; raises its error if it is invalid."""
         with public_errors():
-            return self._samples.decode()
+            self._streams.submit(key, generate, source)
+
+    def decode(self) -> list[Sampled]:
+        """Run one decode step; return the requests that have ended, and the streamed requests that failed."""
+        if not self.sampling:
+            return []
+        with public_errors():
+            self.engine.decode()
+            self._entries, failed = self._streams.collect()
+            return self._samples.collect() + failed
+
+    def streamed(self) -> list[Entry]:
+        """Return what streamed requests have sampled in the last decode step."""
+        entries, self._entries = self._entries, []
+        return entries
 
     @property
     def sampling(self) -> int:
         """Number of sampling requests that have not ended."""
-        return len(self._samples)
+        return len(self._samples) + len(self._streams)
 
     def cancel(self, key: int) -> None:
         """Cancel a sampling request; no-op if it has ended."""
         self._samples.cancel(key)
+        self._streams.cancel(key)
 
 
 def _step_metrics(outcome: StepResult | OperationError) -> Mapping[str, float] | Exception:

@@ -81,7 +81,7 @@ class Host:
             seconds=settings.times.snapshot,
             thread=threads(1, "snapshots"),
         )
-        self._sampling = Sampling(executor, sources, link.send, self._weights)
+        self._sampling = Sampling(executor, sources, link.send, self._weights, self._queues.rebuilding)
         self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
         self._runner = OperationRunner(
             executor=executor,
@@ -184,12 +184,25 @@ class Host:
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
-                if not isinstance(item, Message) or not self._take_sample(item):
+                if not isinstance(item, Message) or self._behind(item) or not self._take_sample(item):
                     self._backlog.append(item)
+
+    def _behind(self, message: Message) -> bool:
+        """Return whether a request uses the present weights of a model that waiting messages rebuild."""
+        model = message.head.get("model") if message.type == messages.GENERATE else None
+        return model is not None and any(
+            isinstance(item, Message)
+            and item.head.get("queue_id") == model
+            and (item.type == messages.RESTORE or item.head.get("replay"))
+            for item in self._backlog
+        )
 
     def _take_sample(self, message: Message) -> bool:
         if message.type == messages.RUN and message.head["kind"] == "sample":
             self._sampling.add(Task.of_run(message))
+            return True
+        if message.type == messages.GENERATE:
+            self._sampling.add(Task.of_generate(message))
             return True
         if message.type == messages.CANCEL:
             if self._sampling.cancel(message.head["id"]):

@@ -20,6 +20,7 @@ RUN = "run"  #                            id, queue, number, kind, tenant, token
 #                                         composition: of a replay, as in the first DONE
 RESTORE = "restore"  #                    queue, folder (None: without a snapshot)                    -
 DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
+GENERATE = "generate"  #                  id (below -1), tenant, model (whose present weights are used)  a Generate
 CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
 WEIGHTS = "weights"  #                    weights: by tenant; of the others it is 1                   -
@@ -28,6 +29,7 @@ DRAIN = "drain"  #                        end the current pass, snapshot changed
 # from the engine
 READY = "ready"  #                        info: fields of ModelInfo                                  -
 BEGIN = "begin"  #                        ids of the operations that now run                          -
+TOKENS = "tokens"  #                      -                                                          see streams.Entry
 DONE = "done"  #                          id, error, category, extra (columns of a checkpoint's row)  the result
 #                                         cancelled: True after a CANCEL in time
 #                                         composition: JSON text, the composition of its passes

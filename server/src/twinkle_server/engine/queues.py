@@ -52,6 +52,8 @@ class Composition:
 RESTORE = "restore"
 DETACH = "detach"
 SNAPSHOT = "snapshot"
+GENERATE = "generate"
+"""Kind of a streamed request, which is no operation."""
 ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
 """Orders of the service to a queue; they keep their place among the operations."""
 NOBODY = ""
@@ -111,6 +113,12 @@ class Task:
         """Parse a RESTORE, DETACH or SNAPSHOT message."""
         payload = (message.head.get("folder") or "").encode()
         return cls(-1, message.head["queue_id"], -1, message.type, NOBODY, payload=payload)
+
+    @classmethod
+    def of_generate(cls, message: Message) -> "Task":
+        """Parse a GENERATE message; the queue is that of the model whose present weights are used, or ""."""
+        head = message.head
+        return cls(head["id"], head.get("model") or "", -1, GENERATE, head["tenant"], payload=message.body)
 
     @property
     def first_pass(self) -> int | None:
@@ -187,6 +195,13 @@ class TaskQueues:
         if not tasks:
             del self._waiting[task.queue_id]
         return task
+
+    def rebuilding(self, queue_id: str) -> bool:
+        """Whether a model does not have all its acknowledged operations yet.
+
+        This is so while its snapshot is to be read or dropped, or operations are to be replayed.
+        """
+        return any(task.replay or task.kind == RESTORE for task in self._waiting.get(queue_id, ()))
 
     def hold(self, queue_id: str) -> None:
         """Withhold the tasks of a queue until `release`."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from twinkle.data_format import SampledSequence, SampleResponse
-from twinkle.engine import AdapterVersion, Engine, SampleRequest
+from twinkle.engine import AdapterSpec, AdapterVersion, Engine, SampleRequest
 from twinkle.errors import CheckpointError, Unsupported
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error
 from twinkle_server.operations import ModelInfo, Sample
@@ -57,11 +57,12 @@ class Samples:
     Args:
         engine: samples.
         info: context, vocabulary and tokenizer of its model.
+        versions: weights of checkpoints.
     """
 
-    def __init__(self, engine: Engine, info: ModelInfo) -> None:
+    def __init__(self, engine: Engine, info: ModelInfo, versions: "Versions") -> None:
         self._engine, self._info = engine, info
-        self._versions = Versions(engine)
+        self._versions = versions
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
@@ -89,11 +90,8 @@ class Samples:
             raise
         self._running[key] = _Running(sample, request, targets, source)
 
-    def decode(self) -> list[Sampled]:
-        """Run one decode step; return the requests that have ended."""
-        if not self._running:
-            return []
-        self._engine.decode()
+    def collect(self) -> list[Sampled]:
+        """Return the requests that have ended."""
         return [self._ended(key) for key, running in list(self._running.items()) if running.request.done]
 
     def cancel(self, key: int) -> None:
@@ -138,15 +136,20 @@ class Versions:
     def __init__(self, engine: Engine, kept: int = KEPT_BYTES) -> None:
         self._engine, self._kept = engine, kept
         self._versions: OrderedDict[Path, _Version] = OrderedDict()
+        self._restorations = 0
 
-    def take(self, folder: Path) -> AdapterVersion:
+    def take(self, folder: Path, *, training: bool = False) -> AdapterVersion:
         """Return the weights in a folder, and add one user.
 
+        Args:
+            folder: of the checkpoint.
+            training: accept a checkpoint for training, too; its weights are read through a temporary adapter.
+
         Raises:
-            UserError: the checkpoint was deleted, is damaged, or belongs to another model.
+            UserError: the checkpoint was deleted, is damaged, belongs to another model, or is for training.
         """
         if folder not in self._versions:
-            self._versions[folder] = _Version(self._read(folder), 0)
+            self._versions[folder] = _Version(self._read(folder, training), 0)
         self._versions.move_to_end(folder)
         entry = self._versions[folder]
         entry.users += 1
@@ -166,17 +169,29 @@ class Versions:
     def __len__(self) -> int:
         return len(self._versions)
 
-    def _read(self, folder: Path) -> AdapterVersion:
+    def _read(self, folder: Path, training: bool) -> AdapterVersion:
         if not folder.is_dir():
             raise UserError("the checkpoint to sample from does not exist; it was deleted or it expired")
         try:
-            if self._engine.read_spec(folder) is not None:
+            spec = self._engine.read_spec(folder)
+            if spec is None:
+                return self._engine.read_version(folder)
+            if not training:
                 raise UserError("cannot sample from a training checkpoint; save one for the sampler")
-            return self._engine.read_version(folder)
+            return self._restored(spec, folder)
         except CheckpointError as error:
             raise damaged_checkpoint(error) from error
         except Unsupported as error:
             raise UserError("cannot sample from this checkpoint: it contains more than low-rank matrices") from error
+
+    def _restored(self, spec: AdapterSpec, folder: Path) -> AdapterVersion:
+        self._restorations += 1
+        ref = self._engine.add(f"checkpoint-{self._restorations}", spec)
+        try:
+            self._engine.restore(ref, folder)
+            return self._engine.version(ref)
+        finally:
+            self._engine.remove(ref)
 
 
 def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array | Sparse | None]:

@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
 from twinkle_server.engine.errors import failed
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Task, TaskQueues, done
+from twinkle_server.engine.queues import GENERATE, Task, TaskQueues, done
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.operations import Sample
+from twinkle_server.operations import Generate, Sample
 
 STEPS = 16
 """Maximum number of models in a fused optimizer step."""
@@ -294,6 +296,8 @@ class Sampling:
         source: returns the verified folder of a checkpoint.
         report: sends messages to the service.
         weights: of the tenants.
+        rebuilding: returns whether a model does not have all its acknowledged operations yet; requests that use its
+            present weights wait.
 
     Attributes:
         begins: called with a request just before it is submitted to the engine, which takes memory.
@@ -305,9 +309,10 @@ class Sampling:
         source: Callable[[str | None], Path | None],
         report: Callable[[Message], None],
         weights: Weights | None = None,
+        rebuilding: Callable[[str], bool] = lambda queue_id: False,
     ) -> None:
         self.begins: Callable[[int], None] = lambda operation: None
-        self._executor, self._source, self._report = executor, source, report
+        self._executor, self._source, self._report, self._rebuilding = executor, source, report, rebuilding
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
         self._counters = TokenCounters(weights or Weights())
         self._sequences: Counter[str] = Counter()  # running, by tenant
@@ -340,18 +345,22 @@ class Sampling:
         while (task := self._next()) is not None:
             self._unqueue(task.tenant, task.id)
             try:
-                sample = Sample.parse(task.payload)
+                request = _parse(task)
                 self.begins(task.id)
-                self._executor.sample(task.id, sample, self._source(sample.source))
+                source = self._source(request.source)
+                if isinstance(request, Generate):
+                    self._executor.generate(task.id, request, source)
+                else:
+                    self._executor.sample(task.id, request, source)
             except EngineFault:
                 raise
             except Exception as error:
                 self._report(failed(task, error))
                 continue
             self.running[task.id] = task
-            charge = self._charges[task.id] = _Charge.of(sample)
+            charge = self._charges[task.id] = _Charge.of(request)
             self._sequences[task.tenant] += charge.sequences
-            self._counters.charge(task.tenant, len(sample.tokens) + charge.output)
+            self._counters.charge(task.tenant, len(request.tokens) + charge.output)
 
     def decode(self) -> int:
         """Run one decode step, report the requests that ended, and return the number of their tokens."""
@@ -362,12 +371,19 @@ class Sampling:
         except Exception as error:
             self._one_by_one(error)
             return 0
+        entries = self._executor.streamed()
+        if entries:
+            self._report(Message(messages.TOKENS, {}, orjson.dumps(entries)))
+        for key, _, end in entries:
+            if end is not None:
+                self._leave(key)
         for sampled in ended:
             self._finish(sampled)
         for number, charge in self._charges.items():
             if more := charge.step():
                 self._counters.charge(self.running[number].tenant, more)
-        return sum(sampled.tokens for sampled in ended)
+        streamed = sum(len(part[1]) for _, parts, _ in entries for part in parts)
+        return streamed + sum(sampled.tokens for sampled in ended)
 
     def _advances(self) -> dict[str, int]:
         """Return, for each tenant with requests, the tokens that were charged and are not yet computed."""
@@ -381,9 +397,15 @@ class Sampling:
         full = sum(self._sequences.values()) >= TOGETHER or any(task.alone for task in self.running.values())
         if full or not self._waiting:
             return None
-        heads = (next(iter(tasks.values())) for tasks in self._waiting.values())
-        task = min(heads, key=lambda head: (self._counters[head.tenant], head.order))
-        return None if task.alone and self.running else task
+        heads = (
+            next((task for task in tasks.values() if self._may_begin(task)), None) for tasks in self._waiting.values()
+        )
+        ready = [task for task in heads if task is not None]
+        task = min(ready, key=lambda head: (self._counters[head.tenant], head.order), default=None)
+        return None if task is None or (task.alone and self.running) else task
+
+    def _may_begin(self, task: Task) -> bool:
+        return task.kind != GENERATE or not task.queue_id or not self._rebuilding(task.queue_id)
 
     def _finish(self, sampled: Sampled) -> None:
         if (task := self._leave(sampled.key, sampled.tokens)) is None:
@@ -409,7 +431,11 @@ class Sampling:
             del self._waiting[tenant]
 
     def _one_by_one(self, error: Exception) -> None:
-        """Restart every request alone, to find the one that fails."""
+        """Restart every request alone, to find the one that fails; streamed ones fail, their clients have tokens."""
+        for task in [task for task in self.running.values() if task.kind == GENERATE]:
+            self._leave(task.id)
+            self._executor.cancel(task.id)
+            self._report(failed(task, error))
         tasks = list(self.running.values())
         for task in reversed(tasks):
             self._leave(task.id)
@@ -435,10 +461,10 @@ class _Charge:
     steps: int = 0
 
     @classmethod
-    def of(cls, sample: Sample) -> "_Charge":
+    def of(cls, request: Sample | Generate) -> "_Charge":
         """Return the charge of a request that begins."""
-        sequences = max(1, sample.count)
-        longest = EXPECTED if sample.max_tokens is None else max(1, sample.max_tokens)
+        sequences = max(1, request.count)
+        longest = EXPECTED if request.max_tokens is None else max(1, request.max_tokens)
         return cls(sequences, sequences * min(EXPECTED, longest))
 
     @property
@@ -452,6 +478,10 @@ class _Charge:
         more = max(0, self.computed - self.output)
         self.output += more
         return more
+
+
+def _parse(task: Task) -> Sample | Generate:
+    return Generate.parse(task.payload) if task.kind == GENERATE else Sample.parse(task.payload)
 
 
 _REPORT_EVERY = 0.5  # seconds of decoding in one PASSED message

@@ -5,7 +5,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from twinkle_server.errors import ServiceError, refuse
+from twinkle_server.error_forms import refuse
+from twinkle_server.errors import ServiceError
 from twinkle_server.ids import new_id
 
 _HEAD_BYTES = 64 * 2**10
@@ -102,7 +103,7 @@ class RequestHeadMiddleware:
             await send(message)
 
         if problem := _problem(scope):
-            await refuse(send_with_id, HeadTooLarge(problem))
+            await refuse(send_with_id, HeadTooLarge(problem), scope["path"])
             return
         await self._app(scope, receive, send_with_id)
 

@@ -17,11 +17,22 @@ import orjson
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
-from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Save, Snapshot, Submission
+from twinkle_server.operations import (
+    Accepted,
+    Future,
+    Generate,
+    ModelInfo,
+    Operation,
+    Outcome,
+    Save,
+    Snapshot,
+    Submission,
+)
 from twinkle_server.ports import Effects, Figures, Journal, Tracer
 from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.futures import Futures
+from twinkle_server.runtime.generations import Generation, Generations
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import MAX_GAP, Closed, ModelQueue, State
 from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
@@ -34,6 +45,8 @@ _WINDOW = 64 * 2**20
 _AGAIN = 1.0  # seconds
 _KEPT = 1024  # waiting operations whose payloads stay in memory
 _KEPT_BYTES = 128 * 2**10  # of a payload that stays in memory
+_STREAMS_SHARE = 1 / 3  # of the time of a drain, for streamed requests to end
+_ENGINE_WAIT, _GLANCE = 20.0, 0.05  # seconds that a streamed request waits for the engine; between two looks
 _LAST_WORDS = 5.0  # seconds to write the remaining outcomes at shutdown
 
 
@@ -64,6 +77,7 @@ class Runtime:
         record_rollouts: called with each message `ROLLOUTS`.
         queue_state: see `RuntimeStatus.queue_state`.
         ready: see `RuntimeStatus.ready`.
+        on_close: called when the service stops.
 
     Args:
         settings: of the service.
@@ -94,7 +108,9 @@ class Runtime:
         self._effects = effects
         self._figures = figures
         self._taking: set[asyncio.Task[Any]] = set()
+        self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.futures = Futures(journal, each=settings.limits.queued)
+        self.generations = Generations(settings.limits.queued, figures)
         self.outcomes = Outcomes(journal, self._written, self._lease_lost, self._unwritten)
         replayed = (lambda: None) if figures is None else figures.replayed
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW, self.futures.open, replayed)
@@ -159,6 +175,8 @@ class Runtime:
         if self.runtime_status.draining:
             return
         self.runtime_status.draining = self.dispatcher.stopped = True
+        await self.generations.ended(self._settings.times.drain * _STREAMS_SHARE)
+        self.generations.fail_all("the service is shutting down")
         await self.supervisor.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.times.drain):
@@ -168,9 +186,12 @@ class Runtime:
     async def close(self) -> None:
         """Stop the engine and all tasks; the next service on this log resumes what is pending."""
         self.runtime_status.draining = self.dispatcher.stopped = True
+        self.generations.fail_all("the service is shutting down")
         await self.janitor.stop()
         if self._taking:
             await asyncio.wait(self._taking, timeout=_LAST_WORDS)
+        for close in self.on_close:
+            await close()
         await self.supervisor.stop()
         await self.outcomes.stop(_LAST_WORDS)
         self.futures.close()
@@ -207,11 +228,20 @@ class Runtime:
         gap = queue.order.gap() if queue is not None and queue.ordered else None
         return gap is not None and gap.number == submission.number
 
-    def _admit(self, submission: Submission) -> None:
+    def _check_open(self) -> None:
         if self.runtime_status.lost is not None:
             raise Unavailable(self.runtime_status.lost, retry_after=30.0)
         if self.runtime_status.draining:
             raise Unavailable("the service is shutting down; retry in a few seconds", retry_after=5.0)
+
+    async def _engine_up(self, seconds: float) -> None:
+        """Wait for an engine that restarts, for at most `seconds`."""
+        end = time.monotonic() + seconds
+        while self.dispatcher.child is None and time.monotonic() < end and not self.runtime_status.draining:
+            await asyncio.sleep(_GLANCE)
+
+    def _admit(self, submission: Submission) -> None:
+        self._check_open()
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
         passes = submission.refusal is not None or submission.number is None or self._is_known(submission)
         if queued >= limit and not passes and not self.awaited(submission):
@@ -282,6 +312,21 @@ class Runtime:
             Gone: its result is no longer kept.
         """
         return await self.futures.wait(request, tenant, seconds)
+
+    async def generate(self, tenant: str, generate: Generate) -> Generation:
+        """Send a streamed request to the engine; it is not written to the log.
+
+        Raises:
+            Gone: its model accepts no operations any more.
+            Busy: the tenant has too many unfinished requests.
+            Unavailable: the service is draining, or the engine or the model is not available.
+        """
+        self._check_open()
+        self.generations.check(tenant)
+        await self._engine_up(_ENGINE_WAIT)
+        if generate.model is not None:
+            await self.dispatcher.attach(generate.model, tenant)
+        return self.generations.open(self.dispatcher.child, tenant, generate)
 
     async def cancel(self, request: str, tenant: str) -> None:
         """Cancel an operation that has not started; sampling requests are cancelled while they run, too.
@@ -357,8 +402,8 @@ class Runtime:
         return self._events.unrecorded
 
     def queued(self, tenant: str) -> int:
-        """Return the number of unfinished operations of a tenant."""
-        return self.futures.waiting[tenant]
+        """Return the number of unfinished operations and streamed requests of a tenant."""
+        return self.futures.waiting[tenant] + self.generations.of_tenants[tenant]
 
     def healthy(self) -> bool:
         """Return whether this process can continue."""
@@ -366,14 +411,14 @@ class Runtime:
 
     async def status(self) -> dict[str, Any]:
         """Return the current figures of the service."""
-        return self.runtime_status.status()
+        return {**self.runtime_status.status(), "streams": len(self.generations)}
 
     # Engine events (`supervision.Listener`)
 
     @property
     def waiting(self) -> int:
         """Number of unanswered requests to the engine."""
-        return len(self.dispatcher.in_flight) + self.dispatcher.restoring
+        return len(self.dispatcher.in_flight) + self.dispatcher.restoring + len(self.generations)
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Start sending to a new engine."""
@@ -386,13 +431,18 @@ class Runtime:
         """Take back the operations of an engine that died."""
         if self._figures is not None:
             count_death(self._figures, why)
+        self.dispatcher.child = None
+        self.generations.fail_all(why)
         await self.dispatcher.engine_down(blamed, why)
 
     def message(self, message: Message) -> None:
         """Handle a message of the engine."""
-        if message.type == messages.DONE:
-            self.runtime_status.ended(message)
-            self._events.done(message)
+        if message.type == messages.TOKENS:
+            self.generations.tokens(message)
+        elif message.type == messages.DONE:
+            if not self.generations.done(message):
+                self.runtime_status.ended(message)
+                self._events.done(message)
         elif message.type == messages.RESTORED:
             self._events.restored(message)
         elif message.type == messages.SNAPSHOTTED:

@@ -11,6 +11,7 @@ from typing import Final
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import LinkClosed, Message
+from twinkle_server.errors import Gone, Unavailable
 from twinkle_server.operations import PASSES, Category, Operation, Outcome, Sample
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.outcomes import Outcomes
@@ -102,6 +103,7 @@ MAX_DEATHS: Final = 6
 """Consecutive deaths of engines by the same operation or snapshot, after which its model is given up."""
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before a model is attached again, by the number of consecutive postponements."""
+_ATTACHMENTS: Final = 5
 NEVER_CREATED: Final = Closed("this model does not exist: its creation failed")
 
 
@@ -245,9 +247,43 @@ class Dispatcher:
         self._send(child, queue, operation, payload)
         return True
 
-    async def _send_all(self, child: Child, queue: ModelQueue) -> None:
-        """Send the ready operations, attaching the model first; wait for the log and the window."""
+    async def attach(self, name: str, tenant: str) -> None:
+        """Have a model in the engine, or on its way there before all later messages.
+
+        Raises:
+            Gone: the model accepts no operations any more.
+            Unavailable: there is no engine, or the model cannot be restored at the moment.
+        """
+        queue = await self.queue(name, tenant, ordered=True)
+        for _ in range(_ATTACHMENTS):
+            if queue.closed is not None:
+                raise Gone(queue.closed.reason)
+            if not queue.must_attach:
+                return
+            child = self.child
+            if child is None or self.stopped:
+                break
+            if queue.may_send:
+                queue.start_sending()
+                work = self._send_all(child, queue, attach=True)
+                self._senders[queue] = asyncio.create_task(work, name=f"attach {name}")
+            if (sender := self._senders.get(queue)) is None:
+                break
+            await asyncio.wait({sender})
+        reason = queue.postponed or "the engine is starting"
+        raise Unavailable(f"this model will be restored as soon as possible: {reason}", retry_after=_RETRY)
+
+    async def _send_all(self, child: Child, queue: ModelQueue, attach: bool = False) -> None:
+        """Send the ready operations, attaching the model first; wait for the log and the window.
+
+        Args:
+            child: the engine.
+            queue: of the model.
+            attach: attach the model even if no operation is ready.
+        """
         try:
+            if attach and queue.must_attach and queue.closed is None:
+                await self._attach(child, queue)
             while queue.head is not None and queue.closed is None and not self.stopped:
                 if queue.must_attach:
                     await self._attach(child, queue)

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from twinkle_server.errors import Forbidden
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.telemetry.status import FOLDER_TOKEN
-from twinkle_server.tenancy.auth import Keys, check_local, header, identify
+from twinkle_server.tenancy.auth import Keys, check_local, header, identify, key_of
 
 PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})
 """Paths without authentication."""
@@ -124,7 +124,7 @@ class Access:
             if not is_local(scope):
                 raise Forbidden("without keys, the service only accepts local requests that no proxy forwarded")
         elif not (self.local and is_local(scope)):
-            caller = await identify(header(scope, b"x-api-key"), self.keys)
+            caller = await identify(key_of(scope), self.keys)
             if caller.role != "operator":
                 raise Forbidden("this request requires an operator key")
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import structlog
 from starlette.requests import Request
 
-from twinkle_server.errors import Forbidden, ServiceError, Unauthorized, refuse
+from twinkle_server.error_forms import refuse
+from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
 from twinkle_server.store.records import AuditEntry
 from twinkle_server.store.tenants import Audit
 
@@ -53,7 +54,7 @@ async def identify(key: str | None, keys: Keys | None) -> Caller:
     """Return the caller of a key.
 
     Args:
-        key: value of `X-API-Key`.
+        key: see `key_of`.
         keys: None accepts all requests as the tenant "local".
 
     Raises:
@@ -62,11 +63,19 @@ async def identify(key: str | None, keys: Keys | None) -> Caller:
     if keys is None:
         return LOCAL
     if not key:
-        raise Unauthorized("an API key is required; send it in the header X-API-Key")
+        raise Unauthorized("an API key is required; send it in the header X-API-Key, or as Authorization: Bearer")
     caller = await keys.find(key)
     if caller is None:
-        raise Unauthorized("the API key in X-API-Key is unknown or revoked")
+        raise Unauthorized("the API key is unknown or revoked")
     return caller
+
+
+def key_of(scope: Mapping[str, Any]) -> str | None:
+    """Return the key of a request: `X-API-Key`, or else `Authorization: Bearer`; None without one."""
+    if key := header(scope, b"x-api-key"):
+        return key
+    kind, _, token = (header(scope, b"authorization") or "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else None
 
 
 def caller_of(request: Request) -> Caller:
@@ -117,9 +126,9 @@ class Authentication:
             try:
                 if self._keys is None:
                     check_local(scope)
-                caller = await identify(header(scope, b"x-api-key"), self._keys)
+                caller = await identify(key_of(scope), self._keys)
             except ServiceError as error:
-                await refuse(send, error)
+                await refuse(send, error, scope["path"])
                 return
             scope["caller"] = caller
             CURRENT.set(caller)

@@ -6,13 +6,15 @@ A rate never fails accepted operations; it delays the next ones, with the second
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 from sqlalchemy import Connection, func, or_, select
 
 from twinkle_server.errors import BadRequest, Busy, Forbidden
-from twinkle_server.operations import Accepted, Kind, ModelInfo, Submission
+from twinkle_server.operations import Accepted, Generate, Kind, ModelInfo, Submission
 from twinkle_server.ports import Service
+from twinkle_server.runtime.generations import Generation
 from twinkle_server.store.records import Key
 from twinkle_server.store.tables import checkpoints, models
 from twinkle_server.telemetry.logs import OPERATION, log_accepted, names
@@ -219,6 +221,22 @@ class Limited:
         accepted = await self._admitted(submission, in_transaction)
         log_accepted(submission, accepted)
         return accepted
+
+    async def generate(self, tenant: str, generate: Generate) -> Generation:
+        """Send a streamed request; its tokens are charged as they are read.
+
+        Raises:
+            Busy: a rate quota is exceeded.
+        """
+        caller = CURRENT.get()
+        if caller is None or not caller.quotas:
+            return await self._service.generate(tenant, generate)
+        if (verdict := self._meter.verdict(caller)) is not None:
+            raise verdict
+        generation = await self._service.generate(tenant, generate)
+        self._meter.charge(caller, generation.prompt)
+        generation.charge = partial(self._meter.charge, caller)
+        return generation
 
     async def _admitted(self, submission: Submission, in_transaction: InTransaction | None) -> Accepted:
         if submission.refusal is not None:

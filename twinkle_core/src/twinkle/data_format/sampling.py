@@ -1,5 +1,6 @@
 """Sampling parameters and results of sampling."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -12,6 +13,11 @@ _OURS_ALONE = (
     "topk_logprobs", "prompt_logprobs_last", "prompt_temperature", "prompt_targets", "prompt_draws", "sampled_logprobs",
     "raw_logprobs",
 )  # fmt: skip
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+"""Keys of `SamplingParams.structured_outputs`, as in vLLM."""
+JSON_WHITESPACE = r"(\n[ \t]{0,32}| )?"
+"""Pattern of the white space between the parts of JSON in structured outputs: a space, or a line break and indentation.
+Without a limit, a model may write white space until `max_tokens`."""
 
 
 @dataclass
@@ -27,7 +33,16 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k: sample from the k most probable tokens; -1 means all.
         top_p: sample from the smallest set of most probable tokens whose probability reaches p.
+        min_p: sample only from tokens with at least this share of the probability of the most probable one
+            (arXiv:2407.01082); 0 means all.
         repetition_penalty: values > 1 make tokens that occurred less likely (arXiv:1909.05858, section 4.1).
+        presence_penalty: subtracted from the logits of all tokens that the sequence has sampled so far.
+        frequency_penalty: subtracted from a token's logit once for each time that the sequence has sampled it.
+        logit_bias: numbers to add to logits before the penalties, by token id.
+        structured_outputs: what the text must match, as a mapping with one key: `json` (a JSON schema, as a dict or as
+            text), `json_object` (True: any JSON object), `regex`, `choice` (a list of texts) or `grammar` (in the Lark
+            syntax of llguidance). Tokens that do not fit are not sampled, and the sequence ends only where the text is
+            complete, unless `max_tokens` or `stop` ends it before.
         logprobs: number of log-probabilities per token; 1 returns that of the sampled token.
         prompt_logprobs: the same for the tokens of the prompt.
         num_samples: number of sequences per prompt.
@@ -53,7 +68,12 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_samples: int = 1
@@ -66,6 +86,7 @@ class SamplingParams:
     raw_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        self.logit_bias = _read_bias(self.logit_bias)
         checks = {
             "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -74,7 +95,14 @@ class SamplingParams:
             "prompt_logprobs": (self.prompt_logprobs is None or self.prompt_logprobs >= 0, "None or at least 0"),
             "num_samples": (self.num_samples >= 1, "at least 1"),
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 0, "None or at least 0"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "finite"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "finite"),
+            "structured_outputs": (
+                self.structured_outputs is None or _is_structure(self.structured_outputs),
+                f"None, or a mapping with one of the keys {', '.join(STRUCTURES)} and a value of its type",
+            ),
             "topk_logprobs": (self.topk_logprobs >= 0, "at least 0"),
             "prompt_logprobs_last": (
                 self.prompt_logprobs_last is None or (self.prompt_logprobs_last >= 0 and bool(self.prompt_logprobs)),
@@ -154,6 +182,10 @@ class SamplingParams:
 
         values: dict[str, Any] = {
             "n": self.num_samples,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "temperature": self.temperature,
@@ -166,6 +198,10 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids() or None,
             "ignore_eos": self.endless,
         }
+        if self.structured_outputs is not None:
+            from vllm.sampling_params import StructuredOutputsParams  # type: ignore[import-not-found,unused-ignore]
+
+            values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
         if "num_samples" in kwargs:
             values["n"] = kwargs.pop("num_samples")
         return VLLMSamplingParams(**(values | kwargs))
@@ -175,7 +211,15 @@ class SamplingParams:
 
         Args:
             tokenizer: required if `stop` has strings, because `generate` matches them on decoded text.
+
+        Raises:
+            Unsupported: `generate` has no equivalent of a field that is set.
         """
+        if self.presence_penalty or self.frequency_penalty or self.structured_outputs is not None:
+            raise Unsupported(
+                "transformers has nothing for SamplingParams.presence_penalty, frequency_penalty and "
+                "structured_outputs; leave them out, or use a sampler of Twinkle"
+            )
         values: dict[str, Any] = {
             "max_new_tokens": 2048 if self.max_tokens is None else self.max_tokens,
             "do_sample": self.temperature > 0,
@@ -184,6 +228,10 @@ class SamplingParams:
         }
         if self.temperature > 0:
             values |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": max(self.top_k, 0)}
+            if self.min_p:
+                values["min_p"] = self.min_p
+        if self.logit_bias:
+            values["sequence_bias"] = [[[token], bias] for token, bias in self.logit_bias.items()]
         if self.endless:
             values["eos_token_id"] = None
         if strings := self.stop_strings():
@@ -191,6 +239,33 @@ class SamplingParams:
                 raise ValueError("SamplingParams.to_transformers: stop strings need tokenizer=")
             values |= {"stop_strings": strings, "tokenizer": tokenizer}
         return values
+
+
+def _read_bias(bias: Mapping[Any, Any] | None) -> dict[int, float] | None:
+    """Return token ids and numbers; JSON has made texts of the ids."""
+    try:
+        read = None if bias is None else {int(token): float(value) for token, value in bias.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"SamplingParams.logit_bias must be a mapping of token ids to numbers: {error}") from error
+    for token, value in (read or {}).items():
+        if token < 0 or not math.isfinite(value):
+            raise ValueError(
+                f"SamplingParams.logit_bias must have token ids of at least 0 and finite numbers, got {token}: {value}"
+            )
+    return read
+
+
+def _is_structure(value: Any) -> bool:
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return False
+    ((key, content),) = value.items()
+    if key == "choice":
+        texts = isinstance(content, Sequence) and not isinstance(content, str)
+        return texts and bool(content) and all(isinstance(text, str) and text for text in content)
+    kinds = {"json": (str, Mapping, bool), "json_object": bool, "regex": str, "grammar": str}
+    return (
+        key in kinds and isinstance(content, kinds[key]) and content != "" and (key == "json" or content is not False)
+    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from twinkle.engine.base import (
     Step,
     StepResult,
     Usage,
+    check_features,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Step",
     "StepResult",
     "Usage",
+    "check_features",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, "engine")

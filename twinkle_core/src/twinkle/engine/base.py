@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from twinkle.model import TwinkleModel
 
 Feature = Literal[
-    "composition", "early_results", "interrupt", "model", "page", "prompt_scores", "stop_strings", "train_unembed"
+    "composition",
+    "early_results",
+    "interrupt",
+    "logit_bias",
+    "min_p",
+    "model",
+    "page",
+    "penalties",
+    "prompt_scores",
+    "stop_strings",
+    "structured_outputs",
+    "train_unembed",
 ]
 """Optional abilities of an engine; see `EngineInfo.features`."""
 
@@ -39,9 +50,11 @@ class EngineInfo:
               numbers never depend on the operations beside it does not need this;
             - `early_results`: `run` calls the function given to `report` as soon as an operation has ended;
             - `interrupt`: `run` calls the function given to `interrupt` between its passes;
+            - `logit_bias`, `min_p`, `structured_outputs`: sampling has the parameter of this name;
             - `model`: adapters have components of their own (loss, scheduler, template, processor, metrics), which
               `as_model` sets and uses;
             - `page`: adapters can be moved to host memory and disk;
+            - `penalties`: sampling has `presence_penalty` and `frequency_penalty`;
             - `prompt_scores`: sampling scores prompt tokens (`prompt_logprobs`, `prompt_logprobs_last`,
               `prompt_temperature`, `prompt_targets`, `prompt_draws`);
             - `stop_strings`: sampling stops at texts, not only at token ids;
@@ -305,11 +318,15 @@ class SampledTokens:
         tokens: token ids, in order.
         logprobs: log-probability of each token; empty where none were requested.
         stop_reason: why the sample ended; None while it grows.
+        topk: for each token the most probable tokens at its position; empty where none were requested.
+        cached_tokens: number of prompt tokens that came from the prefix cache.
     """
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason | None = None
+    topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 @runtime_checkable
@@ -341,6 +358,30 @@ class SampleRequest(Protocol):
 
     def cancel(self) -> None:
         """End the request; its samples keep their tokens and get the stop reason "abort". No-op if it is done."""
+
+
+def check_features(params: SamplingParams, features: frozenset[Feature]) -> None:
+    """Refuse sampling parameters that need a feature that an engine does not have.
+
+    Raises:
+        Unsupported: with the name of the parameter and of the feature.
+    """
+    prompt = params.prompt_logprobs, params.prompt_targets, params.prompt_draws or None
+    needs: dict[str, tuple[bool, Feature]] = {
+        "logit_bias": (bool(params.logit_bias), "logit_bias"),
+        "min_p": (params.min_p > 0, "min_p"),
+        "presence_penalty": (params.presence_penalty != 0, "penalties"),
+        "frequency_penalty": (params.frequency_penalty != 0, "penalties"),
+        "prompt_logprobs, prompt_targets or prompt_draws": (
+            any(value is not None for value in prompt),
+            "prompt_scores",
+        ),
+        "a text in stop": (bool(params.stop_strings()), "stop_strings"),
+        "structured_outputs": (params.structured_outputs is not None, "structured_outputs"),
+    }
+    for name, (used, feature) in needs.items():
+        if used and feature not in features:
+            raise Unsupported(f"{name} needs the feature {feature!r}, which this engine does not have; leave it out")
 
 
 class Engine(ABC):

@@ -1,8 +1,10 @@
 """Contract checks of engines, sampling: correct tokens, seeds, lengths, progress, constant versions."""
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from twinkle.engine import Feature
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle_testing.contracts.case import NotApplicable, Violation, require
 from twinkle_testing.contracts.engine_case import (
@@ -234,6 +236,65 @@ def stop_strings(case: EngineCase) -> None:
         require(same and len(ended.tokens) < 8, f"with stop={stop!r} it drew {ended.tokens}; without, {free.tokens}")
         return
     raise NotApplicable("in eight samples there was no text to stop at")
+
+
+def min_p(case: EngineCase) -> None:
+    """`min_p` removes tokens below that share of the largest probability; without the feature it is `Unsupported`."""
+    _needs_feature(case, "min_p", {"min_p": 0.5})
+    chances = (case.table(None, PROMPT)[-1] / 2.0).softmax(-1)
+    share = float(chances.topk(3).values[-1] / chances.max()) * 0.999
+    kept = set((chances >= share * chances.max()).nonzero().flatten().tolist())
+    drawn = case.tokens(max_tokens=1, num_samples=60, temperature=2.0, min_p=share)
+    found = {tokens[0] for tokens in drawn}
+    require(found <= kept, f"with min_p={share:.3f} it drew {sorted(found - kept)}, which is not among {sorted(kept)}")
+    require(len(found) > 1, f"with min_p={share:.3f} all samples are {found}")
+
+
+def logit_bias(case: EngineCase) -> None:
+    """`logit_bias` is added to the logits; without the feature it is `Unsupported`."""
+    _needs_feature(case, "logit_bias", {"logit_bias": {3: 1.0}})
+    (drawn,) = case.tokens(temperature=0, max_tokens=3, logit_bias={3: 1e4})
+    require(drawn == [3, 3, 3], f"with a large bias for token 3 it drew {drawn}")
+    (free,) = case.tokens(temperature=0, max_tokens=1)
+    (other,) = case.tokens(temperature=0, max_tokens=1, logit_bias={free[0]: -1e4})
+    require(other != free, f"with a large negative bias for token {free[0]} it drew {other}")
+
+
+def penalties(case: EngineCase) -> None:
+    """`presence_penalty` and `frequency_penalty` lower logits of sampled tokens; absent they are `Unsupported`."""
+    _needs_feature(case, "penalties", {"presence_penalty": 1.0}, {"frequency_penalty": 1.0})
+    for name in ("presence_penalty", "frequency_penalty"):
+        (drawn,) = case.tokens(temperature=0, max_tokens=6, **{name: 1e4})
+        require(len(set(drawn)) == 6, f"with {name}=1e4 it drew {drawn}, which has a token twice")
+    (first,), (repeated,) = (case.tokens(temperature=0, max_tokens=1, presence_penalty=value) for value in (0.0, 1e4))
+    require(first == repeated, "presence_penalty changed the first token, although nothing had been sampled")
+
+
+def structured_outputs(case: EngineCase) -> None:
+    """The text matches `structured_outputs` and ends where it is complete; absent it is `Unsupported`."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    _needs_feature(case, "structured_outputs", {"structured_outputs": {"json": schema}})
+    for stop in (None, []):
+        for sequence in case.sample(
+            temperature=1.5, num_samples=4, max_tokens=60, stop=stop, structured_outputs={"json": schema}
+        ).sequences:
+            require(sequence.stop_reason == "stop", f"a complete text has the stop reason {sequence.stop_reason!r}")
+            text = sequence.decoded
+            if text is not None:
+                require(json.loads(text).get("a") in ("x", "yz"), f"{text!r} does not match the schema")
+    with raises("a schema that is not one", ArgumentError):
+        case.engine.submit(list(PROMPT), {"max_tokens": 1, "structured_outputs": {"json": {"type": "nothing"}}})
+
+
+def _needs_feature(case: EngineCase, feature: Feature, *asked: dict[str, Any]) -> None:
+    """Check that an engine without a feature refuses parameters, and skip the rest of the check for it."""
+    if case.has(feature):
+        return
+    for params in asked:
+        with raises(f"{next(iter(params))} without the feature {feature}", Unsupported):
+            case.engine.submit(list(PROMPT), {"max_tokens": 1, **params})
+    raise NotApplicable(f"its features do not include {feature!r}")
 
 
 def _scores(response: Any) -> Any:

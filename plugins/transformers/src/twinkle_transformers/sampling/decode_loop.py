@@ -16,6 +16,7 @@ from twinkle.errors import CapacityError, NonFiniteError
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.lowrank.products import Routing
+from twinkle_transformers.sampling.logit_processing import processed
 from twinkle_transformers.sampling.requests import Generated, Prompt, Request, SequenceState, StopRule
 from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sampling.sampling_ops import (
@@ -24,7 +25,6 @@ from twinkle_transformers.sampling.sampling_ops import (
     log_probs,
     most_probable,
     noise_of,
-    penalize,
     with_logprobs,
 )
 from twinkle_transformers.segments import Scope
@@ -43,24 +43,17 @@ class Frontier:
         mask_BT: int64 `[B, T]`: 1 where a token is real; rows are padded on the left.
         positions_B: int64 `[B]`: position of the next token.
         logits_BV: `[B, V]`: logits of the next token.
-        seen_BV: bool `[B, V]`: tokens that have occurred, if needed.
     """
 
     cache: Any
     mask_BT: Tensor
     positions_B: Tensor
     logits_BV: Tensor
-    seen_BV: Tensor | None = None
 
     def repeated(self, count: int, *, last: bool) -> "Frontier":
         """Return a frontier with each row repeated `count` times; with `last` this one may be reused."""
-        frontier = Frontier(
-            self.cache if last else copy.deepcopy(self.cache),
-            self.mask_BT,
-            self.positions_B,
-            self.logits_BV,
-            self.seen_BV,
-        )
+        cache = self.cache if last else copy.deepcopy(self.cache)
+        frontier = Frontier(cache, self.mask_BT, self.positions_B, self.logits_BV)
         if count > 1:
             frontier.keep([row for row in range(len(self.mask_BT)) for _ in range(count)])
         return frontier
@@ -71,8 +64,6 @@ class Frontier:
         self.cache.reorder_cache(index)  # the only selection that layers with a recurrent state support too
         self.mask_BT, self.positions_B = self.mask_BT[index], self.positions_B[index]
         self.logits_BV = self.logits_BV[index]
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV[index]
 
 
 class CachedModel:
@@ -93,15 +84,12 @@ class CachedModel:
         self.vocabulary = int(embedding.weight.shape[0])
         self._last_only = "logits_to_keep" in inspect.signature(base.forward).parameters
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, whole: bool = False, seen: bool = False
-    ) -> tuple[Frontier, Tensor]:
+    def prefill(self, prompts: Sequence[Sequence[int]], *, whole: bool = False) -> tuple[Frontier, Tensor]:
         """Read prompts of any lengths, padded on the left.
 
         Args:
             prompts: token ids, at least one per row.
             whole: compute the logits of every position.
-            seen: track the tokens that occur.
 
         Returns:
             the frontier, and logits `[B, T, V]` of every position (of the last one only, T = 1, unless `whole`).
@@ -111,11 +99,7 @@ class CachedModel:
         mask_BT = torch.tensor([[0] * (size - len(ids)) + [1] * len(ids) for ids in prompts], device=self.device)
         positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
         logits_BTV, cache = self._run(ids_BT, mask_BT, positions_BT, None, whole)
-        frontier = Frontier(cache, mask_BT, positions_BT[:, -1] + 1, logits_BTV[:, -1])
-        if seen:
-            counts = torch.zeros(frontier.logits_BV.shape, dtype=torch.int64, device=self.device)
-            frontier.seen_BV = counts.scatter_add(-1, ids_BT, mask_BT) > 0
-        return frontier, logits_BTV
+        return Frontier(cache, mask_BT, positions_BT[:, -1] + 1, logits_BTV[:, -1]), logits_BTV
 
     def step(self, frontier: Frontier, tokens_B: Tensor) -> None:
         """Read one more token per row, in place."""
@@ -253,9 +237,7 @@ def _generate_chunk(
     max_batch_size: int,
 ) -> dict[int, Generated]:
     scored = any(_scored(prompt) for prompt in chunk)
-    frontier, logits_BTV = model.prefill(
-        [prompt.ids for prompt in chunk], whole=scored, seen=params.repetition_penalty != 1
-    )
+    frontier, logits_BTV = model.prefill([prompt.ids for prompt in chunk], whole=scored)
     found = {prompt.row: Generated([]) for prompt in chunk}
     if scored:
         for prompt, logits_TV in zip(chunk, logits_BTV, strict=True):
@@ -270,7 +252,7 @@ def _generate_chunk(
     for first in range(0, params.num_samples, at_once):
         samples = range(first, min(first + at_once, params.num_samples))
         drafts = [
-            SequenceState(prompt.row, sample, prompt.max_new_tokens, stop.watch())
+            SequenceState(prompt.row, sample, prompt.max_new_tokens, stop.watch(), prompt.ids)
             for prompt in chunk
             for sample in samples
         ]
@@ -304,8 +286,6 @@ def _decode(
             frontier.keep(going)
             rows = [rows[index] for index in going]
         tokens_B = _draw_step(frontier, rows, params, seed)
-        if frontier.seen_BV is not None:
-            frontier.seen_BV.scatter_(-1, tokens_B[:, None], True)
         if any(draft.reason is None for draft in rows):
             model.step(frontier, tokens_B)
 
@@ -313,13 +293,17 @@ def _decode(
 def _draw_step(
     frontier: Frontier, rows: list[SequenceState], params: SamplingParams, seed: int | Sequence[int]
 ) -> Tensor:
-    logits_BV = raw_BV = frontier.logits_BV
+    raw_BV = frontier.logits_BV
     _require_finite(raw_BV, [draft.row for draft in rows])
-    if frontier.seen_BV is not None:
-        logits_BV = penalize(logits_BV, frontier.seen_BV, params.repetition_penalty)
+    for draft in rows:
+        if draft.reason is not None:
+            draft.watch.grammar = None  # an ended row is computed, but not used
+    logits_BV = processed(raw_BV, [(params, draft.prompt, draft) for draft in rows])
     noise = [noise_of(seed, draft.row, draft.sample, len(draft.tokens)) for draft in rows]
     noise_B = torch.tensor(noise, dtype=torch.float64)
-    tokens_B = draw(logits_BV, noise_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    tokens_B = draw(
+        logits_BV, noise_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+    )
     for draft, token in zip(rows, tokens_B.tolist(), strict=True):
         if draft.reason is None:
             draft.take(token)
@@ -340,15 +324,16 @@ def more_logprobs(
 
     Args:
         logits_BV: logits that the tokens were sampled from.
-        raw_BV: the same before the repetition penalty.
+        raw_BV: the same before bias, penalties and grammar.
         tokens_B: the sampled tokens.
         params: sampling parameters.
     """
     sampled = raw = None
     if params.sampled_logprobs:
         sampled = drawn_log_probs(
-            logits_BV, tokens_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
-        )
+            logits_BV, tokens_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
+            min_p=params.min_p,
+        )  # fmt: skip
     if params.raw_logprobs:
         raw = drawn_log_probs(raw_BV, tokens_B, temperature=1.0)
     return sampled, raw

@@ -28,9 +28,10 @@ from twinkle_transformers.sampling.kv_cache import (
     shared_prefix,
     usable,
 )
+from twinkle_transformers.sampling.logit_processing import processed
 from twinkle_transformers.sampling.requests import CacheSlot, Prompt, Request, Running, SequenceState, Server, StopRule
 from twinkle_transformers.sampling.runner import Piece, Read, Runner
-from twinkle_transformers.sampling.sampling_ops import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
+from twinkle_transformers.sampling.sampling_ops import draw, log_probs, most_probable, noise_of, with_logprobs
 from twinkle_transformers.sampling.sources import Pick, Source
 from twinkle_transformers.segments import PatchWatch
 
@@ -449,31 +450,48 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> None:
         logits: `[n, V]`; a single row is used for all sequences.
         rows: the sequences with their requests.
     """
+    changed = _processed_logits(logits, rows)
     kinds: dict[tuple[float, ...], list[int]] = {}
     for index, (request, _) in enumerate(rows):
         kinds.setdefault(request.drawing, []).append(index)
     for indices in kinds.values():
         group = [rows[index] for index in indices]
-        if len(logits) == 1:
-            _choose_alike(logits.expand(len(group), -1), group)
-        elif len(indices) == len(logits):
-            _choose_alike(logits, group)
-        else:
-            _choose_alike(logits[torch.tensor(indices, device=logits.device)], group)
+        own = _rows_of(logits, indices)
+        _choose_alike(own, own if changed is logits else _rows_of(changed, indices), group)
 
 
-def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
+def _rows_of(logits: Tensor, indices: list[int]) -> Tensor:
+    """Return the logits of some rows; a single row is those of all."""
+    if len(logits) == 1:
+        return logits.expand(len(indices), -1)
+    return logits if len(indices) == len(logits) else logits[torch.tensor(indices, device=logits.device)]
+
+
+def _processed_logits(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return the logits to sample from; a grammar that fails is the error of its request."""
+    try:
+        return processed(logits, [(request.params, draft.prompt, draft) for request, draft in rows])
+    except ArgumentError:
+        for request, draft in rows:
+            try:
+                processed(logits[:1], [(request.params, draft.prompt, draft)])
+            except ArgumentError as error:
+                request.error = request.error or error
+                draft.watch.grammar = None
+        return processed(logits, [(request.params, draft.prompt, draft) for request, draft in rows])
+
+
+def _choose_alike(raw: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
     params = rows[0][0].params
-    logits = raw
-    if params.repetition_penalty != 1:
-        logits = penalize(raw, torch.stack([_seen(*row, raw) for row in rows]), params.repetition_penalty)
     if params.temperature == 0 and logits is raw:
         highest, tokens = raw.max(-1)
     else:
         highest = raw.amax(-1)
         positions = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
         noise = None if positions is None else torch.tensor(positions, dtype=torch.float64)
-        tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        tokens = draw(
+            logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+        )
     broken = highest.isnan().tolist()  # `max` and `amax` propagate NaN
     table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw
     pairs = with_logprobs(table, tokens, params.logprobs) if params.logprobs else None
@@ -495,12 +513,6 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
             draft.take(token)
         except Exception as error:  # a tokenizer error on the text of one request must not affect the others
             request.error = request.error or error
-
-
-def _seen(request: Request, draft: SequenceState, like: Tensor) -> Tensor:
-    seen = torch.zeros(like.shape[-1], dtype=torch.bool)
-    seen[torch.tensor([*request.prompt.ids, *draft.tokens])] = True
-    return seen.to(like.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from twinkle.engine import SampledTokens
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.noise import uniform
+from twinkle_transformers.sampling.grammars import Grammar
 from twinkle_transformers.sampling.sampling_ops import draw_several, log_probs, most_probable
 
 _DEFAULT_ROOM = 2048
@@ -263,17 +264,19 @@ def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StopRule:
-    """The stop tokens and stop strings of a sequence.
+    """The stop tokens and stop strings of a sequence, and the grammar that it follows to its end.
 
     Attributes:
         token_ids: each ends the sequence and becomes its last token.
         strings: each ends the sequence when its text, with special tokens, contains it.
         tokenizer: decodes text for `strings`; not needed without them.
+        grammar: state of an empty sequence; a sequence whose grammar is complete ends.
     """
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     tokenizer: Any = None
+    grammar: Grammar | None = None
 
     def watch(self) -> "StopWatch":
         """Return a new watch for one sequence."""
@@ -295,10 +298,14 @@ class StopWatch:
 
     Text is decoded incrementally: the text of a token is the difference between decoding with and without it, after a
     few tokens of context. This keeps spaces that decoders drop at the start, and delays incomplete characters.
+
+    Attributes:
+        grammar: state of the sequence in its grammar; None without one.
     """
 
     def __init__(self, rule: StopRule) -> None:
         self._rule = rule
+        self.grammar = None if rule.grammar is None else rule.grammar.copy()
         self._tail: list[int] = []
         self._decoded = 0
         self._text = ""
@@ -308,6 +315,12 @@ class StopWatch:
         """Add the next token and return whether the sequence ends with it."""
         if token in self._rule.token_ids:
             return True
+        if self.grammar is not None:
+            if token in self.grammar.ends:
+                return True
+            self.grammar.take(token)
+            if self.grammar.complete and not self._rule.token_ids:
+                return True  # otherwise a stop token follows, as the model was trained
         return bool(self._rule.strings) and self._string_ends(token)
 
     def _string_ends(self, token: int) -> bool:
@@ -404,12 +417,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class SequenceState:
-    """A sequence that is being sampled: tokens, requested log-probabilities, and the stop reason."""
+    """A sequence that is being sampled: its prompt, tokens, requested log-probabilities, and the stop reason."""
 
     row: int
     sample: int
     max_new_tokens: int
     watch: StopWatch
+    prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     topk: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -479,9 +493,12 @@ class Request:
     stale: bool = False
 
     def __post_init__(self) -> None:
-        row, max_new_tokens = self.prompt.row, self.prompt.max_new_tokens
+        prompt = self.prompt
         self.result = Generated(
-            [SequenceState(row, n, max_new_tokens, self.stop.watch()) for n in range(self.params.num_samples)]
+            [
+                SequenceState(prompt.row, n, prompt.max_new_tokens, self.stop.watch(), prompt.ids)
+                for n in range(self.params.num_samples)
+            ]
         )
 
     @property
@@ -516,7 +533,7 @@ class Request:
         """The parameters of a sampling call; rows with equal parameters are sampled in one call."""
         p = self.params
         scores = p.logprobs or 0, p.topk_logprobs, p.sampled_logprobs, p.raw_logprobs
-        return p.temperature, p.top_k, p.top_p, p.repetition_penalty, *scores
+        return p.temperature, p.top_k, p.top_p, p.min_p, *scores
 
 
 @dataclass(slots=True, eq=False)
@@ -611,8 +628,9 @@ class SampleHandle:
         self._check()
         draft = self._draft(sample)
         tokens = draft.tokens[start:]
-        logprobs = [pairs[0][1] for pairs in draft.logprobs[start : start + len(tokens)] if pairs]
-        return SampledTokens(tokens, logprobs, draft.reason)
+        past = start + len(tokens)
+        logprobs = [pairs[0][1] for pairs in draft.logprobs[start:past] if pairs]
+        return SampledTokens(tokens, logprobs, draft.reason, draft.topk[start:past], self._request.known)
 
     def result(self) -> SampleResponse:
         """Wait for all samples and return them; cancelled samples have the stop reason "abort".

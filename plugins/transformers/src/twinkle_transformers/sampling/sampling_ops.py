@@ -45,18 +45,20 @@ def log_probs(logits: Tensor, temperature: float) -> Tensor:
 
 
 def sorted_distribution(
-    logits_BV: Tensor, temperature: float, top_k: int = -1, top_p: float = 1.0
+    logits_BV: Tensor, temperature: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered distribution, most probable token first.
 
     Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose probability, renormalized
-    over those k, reaches p (arXiv:1904.09751, section 3.1). At least one token is kept.
+    over those k, reaches p (arXiv:1904.09751, section 3.1); min-p removes tokens with less than that share of the
+    probability of the first (arXiv:2407.01082). At least one token is kept.
 
     Args:
         logits_BV: `[B, V]`.
         temperature: above 0.
         top_k: number of tokens to keep; -1 means all.
         top_p: in (0, 1].
+        min_p: in [0, 1]; 0 keeps all.
 
     Returns:
         probabilities `[B, K]`, 0 where filtered and not renormalized after top-p, and their token ids int64 `[B, K]`.
@@ -66,12 +68,20 @@ def sorted_distribution(
     probs_BK = _exact(_scaled(logits_BK, temperature).softmax(-1))
     before_BK = probs_BK.cumsum(-1) - probs_BK
     kept_BK = before_BK < top_p
+    if min_p:
+        kept_BK &= probs_BK >= min_p * probs_BK[:, :1]
     kept_BK[:, 0] = True
     return probs_BK * kept_BK, ids_BK
 
 
 def draw(
-    logits_BV: Tensor, noise_B: Tensor | None, *, temperature: float, top_k: int = -1, top_p: float = 1.0
+    logits_BV: Tensor,
+    noise_B: Tensor | None,
+    *,
+    temperature: float,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> Tensor:
     """Sample one token per row by inversion of the cumulative distribution.
 
@@ -81,6 +91,7 @@ def draw(
         temperature: 0 is greedy, and the noise is not used.
         top_k: see `sorted_distribution`.
         top_p: see `sorted_distribution`.
+        min_p: see `sorted_distribution`.
 
     Returns:
         token ids int64 `[B]`.
@@ -90,8 +101,10 @@ def draw(
     if top_k == -1 and top_p >= 1:
         # Inversion works with any order of tokens; sorting the whole vocabulary would cost more than the rest.
         probs_BV = _exact(_scaled(logits_BV.to(wide(logits_BV.dtype)), temperature).softmax(-1))
+        if min_p:
+            probs_BV = probs_BV * (probs_BV >= min_p * probs_BV.amax(-1, keepdim=True))
         return _invert(probs_BV, noise_B)
-    probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p)
+    probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p, min_p)
     return ids_BK.gather(-1, _invert(probs_BK, noise_B)[:, None]).squeeze(-1)
 
 
@@ -113,7 +126,13 @@ def draw_several(logits_BV: Tensor, noise_BN: Tensor, *, temperature: float) -> 
 
 
 def drawn_log_probs(
-    logits_BV: Tensor, tokens_B: Tensor, *, temperature: float, top_k: int = -1, top_p: float = 1.0
+    logits_BV: Tensor,
+    tokens_B: Tensor,
+    *,
+    temperature: float,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> list[float]:
     """Return each token's log-probability in the distribution that `draw` samples from; 0 at temperature 0.
 
@@ -123,13 +142,14 @@ def drawn_log_probs(
         temperature: see `draw`.
         top_k: see `sorted_distribution`.
         top_p: see `sorted_distribution`.
+        min_p: see `sorted_distribution`.
     """
     if temperature == 0:
         return [0.0] * len(tokens_B)
-    if top_k == -1 and top_p >= 1:
+    if top_k == -1 and top_p >= 1 and not min_p:
         full: list[float] = log_probs(logits_BV, temperature).gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
         return full
-    probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p)
+    probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p, min_p)
     token_probs_B = (probs_BK * (ids_BK == tokens_B[:, None])).sum(-1)
     logs: list[float] = (token_probs_B / probs_BK.sum(-1)).log().tolist()
     return logs

@@ -1,0 +1,110 @@
+"""Names of models: the base model, and the models and checkpoints of the caller."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_server.app_state import AppState, Caller, now
+from twinkle_server.chat.errors import ModelNotFound
+from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.ids import CheckpointPath
+from twinkle_server.store.records import Checkpoint
+
+LATEST = "latest"
+_SAMPLED = ("sampler_weights", "weights")
+"""Kinds of checkpoints that can be sampled, the preferred one first."""
+_LISTED = 1000
+_SCHEMES = ("tinker://", "twinkle://")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The weights that a request uses.
+
+    Attributes:
+        source: folder of a checkpoint, relative to the data folder.
+        model: id of the model whose present weights are used; without both, it is the base model.
+    """
+
+    source: str | None = None
+    model: str | None = None
+
+
+async def resolve(state: AppState, caller: Caller, name: str) -> Target:
+    """Return the weights of a name.
+
+    Names are the name of the base model; `<run>` or `<run>/latest`, the newest weights of a run; `<run>/<checkpoint>`;
+    and paths of checkpoints, `tinker://<run>/<kind>/<checkpoint>`.
+
+    Raises:
+        ModelNotFound: the caller has no such model.
+    """
+    if name == state.service.info.name:
+        return Target()
+    try:
+        if name.startswith(_SCHEMES):
+            path = CheckpointPath.parse("tinker://" + name.partition("://")[2])
+            return Target((await _checkpoint(state, caller, path)).folder)
+        run, _, checkpoint = name.partition("/")
+        if not checkpoint or checkpoint == LATEST:
+            return await _newest(state, caller, run)
+        return Target((await _named(state, caller, run, checkpoint)).folder)
+    except (NotFound, BadRequest) as error:
+        raise ModelNotFound(f"the model {name[:300]!r} does not exist") from error
+
+
+async def _newest(state: AppState, caller: Caller, run: str) -> Target:
+    model = await state.store.models.get(caller.tenant, run)
+    if model.status not in ("gone", "corrupted"):
+        return Target(model=run)
+    latest = await state.store.checkpoints.latest(caller.tenant, [run], now())
+    found = [checkpoint for (_, kind), checkpoint in latest.items() if kind in _SAMPLED]
+    if not found:
+        raise NotFound("no weights are left of this run")
+    return Target(max(found, key=lambda checkpoint: checkpoint.created).folder)
+
+
+async def _named(state: AppState, caller: Caller, run: str, name: str) -> Checkpoint:
+    for kind in _SAMPLED:
+        try:
+            return await _checkpoint(state, caller, CheckpointPath.parse(f"tinker://{run}/{kind}/{name}"))
+        except NotFound:
+            continue
+    raise NotFound("there is no such checkpoint")
+
+
+async def _checkpoint(state: AppState, caller: Caller, path: CheckpointPath) -> Checkpoint:
+    checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
+    if path.kind not in _SAMPLED or checkpoint.base != state.service.info.name:
+        raise NotFound("this checkpoint cannot be sampled on this service")
+    return checkpoint
+
+
+async def list_models(state: AppState, caller: Caller) -> list[dict[str, Any]]:
+    """Return the base model, and the newest models and checkpoints of the caller, in OpenAI's form."""
+    listed = [_entry(state.service.info.name, 0.0, "twinkle")]
+    for model in (await state.store.models.page(caller.tenant, _LISTED, 0)).rows:
+        if model.status in ("live", "detached"):
+            listed.append(_entry(model.id, model.created, caller.tenant))
+    names = {entry["id"] for entry in listed}
+    for checkpoint in (await state.store.checkpoints.page(caller.tenant, now(), _LISTED)).rows:
+        name = f"{checkpoint.run}/{checkpoint.name}"
+        if checkpoint.kind in _SAMPLED and checkpoint.name != LATEST and name not in names:
+            names.add(name)
+            listed.append(_entry(name, checkpoint.created, caller.tenant))
+    return listed
+
+
+async def describe(state: AppState, caller: Caller, name: str) -> dict[str, Any]:
+    """Return a model in OpenAI's form.
+
+    Raises:
+        ModelNotFound: the caller has no such model.
+    """
+    target = await resolve(state, caller, name)
+    if target == Target():
+        return _entry(name, 0.0, "twinkle")
+    return _entry(name, 0.0, caller.tenant)
+
+
+def _entry(name: str, created: float, owner: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": owner}

@@ -1,0 +1,315 @@
+"""The unmodified SDKs of OpenAI and Anthropic talk to the base model, and to adapters while they are trained."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import server_sdk as sdk
+from serving import Served, pool
+
+from twinkle.testing import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+TEMPLATE = Path(__file__).parents[2] / "plugins" / "chat" / "tests" / "chat_templates" / "qwen2_5.jinja"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+PROMPT = [5, 6, 7]
+SCHEMA = {
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False,
+}  # fmt: skip
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": CITY}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+ADAM = sdk.tinker.AdamParams(learning_rate=1e-2)
+SECONDS = 60.0
+BASE = "acme/tiny"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("chat")
+    base = tiny_model(
+        folder / "base", "qwen2", chat_template=TEMPLATE.read_text(), initializer_range=0.1,
+        max_position_embeddings=2048,
+    )  # fmt: skip
+    served = pool(folder / "data", base, {"name": BASE, "auth": True}).start()
+    yield served
+    assert served.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(service: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0, timeout=SECONDS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def claude(service: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=service.url, api_key=service.key, max_retries=0, timeout=SECONDS) as made:
+        yield made
+
+
+def complete(client: openai.OpenAI, model: str, **options: Any) -> Any:
+    """Return the first choice of a greedy completion, with log-probabilities."""
+    options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, **options}
+    return client.completions.create(model=model, prompt=PROMPT, **options).choices[0]
+
+
+def test_a_conversation_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
+    options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 12, "seed": 3, "n": 2, "temperature": 1.5}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    texts = ["", ""]
+    last: Any = None
+    for last in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        for choice in last.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert last.usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+    assert last.usage.prompt_tokens_details.cached_tokens > 0, "the prompt was read before"
+    rendered = tiny_tokenizer(TEMPLATE.read_text()).apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
+    assert whole.usage.prompt_tokens == len(rendered)
+    scores = whole.choices[0].logprobs.content
+    assert len(scores) == 12
+    assert all(len(score.top_logprobs) == 2 and score.logprob <= score.top_logprobs[0].logprob for score in scores)
+    assert bytes(byte for score in scores for byte in score.bytes).decode(errors="replace")
+
+
+def test_completions_echo_the_prompt_with_its_scores(client: openai.OpenAI) -> None:
+    scored = client.completions.create(model=BASE, prompt="abc", max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert (scored.text, scored.logprobs.tokens) == ("abc", ["a", "b", "c"])
+    assert scored.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    both = client.completions.create(model=BASE, prompt=["ab", "cd"], n=2, max_tokens=3, seed=1, stream=True)
+    assert {choice.index for chunk in both for choice in chunk.choices} == {0, 1, 2, 3}
+
+
+def test_options_change_what_is_sampled(client: openai.OpenAI) -> None:
+    free = complete(client, BASE, max_tokens=6)
+    biased = complete(client, BASE, logit_bias={"65": 100}, max_tokens=3)
+    assert biased.logprobs.tokens == [tiny_tokenizer().decode([65])] * 3
+    assert complete(client, BASE, extra_body={"top_k": 1, "min_p": 0.5}, temperature=2).text == free.text[:4]
+    varied = complete(
+        client, BASE, frequency_penalty=2, presence_penalty=2, logit_bias={"65": 5, "66": 5}, max_tokens=4
+    )
+    assert sorted(set(varied.logprobs.tokens[:2])) == sorted(map(tiny_tokenizer().decode, ([65], [66])))
+    stop = next(letter for letter in free.text if letter.isprintable())
+    stopped = complete(client, BASE, stop=[stop], max_tokens=6)
+    assert (stopped.text, stopped.finish_reason) == (free.text.partition(stop)[0], "stop")
+
+
+def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=BASE, messages=HELLO, response_format=wanted, seed=seed, max_tokens=300, temperature=1.5
+        ).choices[0]
+        assert answer.finish_reason == "stop"
+        assert json.loads(answer.message.content or "")["ok"] in (True, False)
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="schema") as caught:
+        client.chat.completions.create(model=BASE, messages=HELLO, response_format=wrong)
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_tool_calls(client: openai.OpenAI, choice: Any) -> None:
+    options: Any = {
+        "model": BASE, "messages": HELLO, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False,
+        "max_tokens": 300, "seed": 1,
+    }  # fmt: skip
+    answer = client.chat.completions.create(**options).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    (call,) = answer.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    streamed = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert [(each.index, each.function.arguments) for each in streamed] == [(0, call.function.arguments)]
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_claude_sees_text_tools_and_tokens(claude: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "weather", "description": "x", "input_schema": CITY}
+    options: Any = {
+        "model": BASE, "max_tokens": 300, "tools": [tool], "system": "Be brief.",
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    first = claude.messages.create(messages=HELLO, **options)
+    assert first.stop_reason == "tool_use"
+    (use,) = first.content
+    assert use.type == "tool_use"
+    assert (use.name, use.input["city"] in ("Rome", "Oslo")) == ("weather", True)
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
+    history: Any = [*HELLO, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    with claude.messages.stream(messages=history, **options) as stream:
+        second = stream.get_final_message()
+    assert [block.type for block in second.content] == ["tool_use"]
+    counted = claude.messages.count_tokens(model=BASE, messages=history, tools=[tool], system="Be brief.")
+    assert counted.input_tokens == second.usage.input_tokens
+    plain = claude.messages.create(model=BASE, messages=HELLO, max_tokens=5)
+    assert (plain.stop_reason, plain.usage.output_tokens, plain.content[0].type) == ("max_tokens", 5, "text")
+    with claude.messages.stream(model=BASE, messages=HELLO, max_tokens=5, temperature=0) as stream:
+        streamed = "".join(stream.text_stream)
+    assert streamed == claude.messages.create(model=BASE, messages=HELLO, max_tokens=5, temperature=0).content[0].text
+
+
+def test_errors_have_the_form_of_each_api(service: Served, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nobody/has-this", messages=HELLO)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="tml-wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="no_such_option"):
+        client.chat.completions.create(model=BASE, messages=HELLO, extra_body={"no_such_option": 1})
+    with pytest.raises(openai.BadRequestError, match="context") as long:
+        client.completions.create(model=BASE, prompt=[1] * 3000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.NotFoundError) as absent:
+        claude.messages.create(model="nobody/has-this", messages=HELLO, max_tokens=1)
+    assert absent.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+    image: Any = {"type": "image", "source": {"type": "url", "url": "x"}}
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        claude.messages.create(model=BASE, messages=[{"role": "user", "content": [image]}], max_tokens=1)
+    for path, name in (("/v1/nothing", "error"), ("/api/v1/nothing", "detail")):
+        answer = httpx.get(f"{service.url}{path}", headers={"Authorization": f"Bearer {service.key}"}, trust_env=False)
+        assert (answer.status_code, name in answer.json()) == (404, True)
+
+
+@pytest.fixture(scope="module")
+def training(service: Served) -> Iterator[Any]:
+    with sdk.opened(service.url, service.key) as opened:
+        yield sdk.trainer(opened, BASE, rank=16, seed=1)
+
+
+def test_the_adapter_answers_after_each_step_and_its_checkpoints_stay(client: openai.OpenAI, training: Any) -> None:
+    run = training.model_id
+    seen = [complete(client, BASE).logprobs.token_logprobs, complete(client, run).logprobs.token_logprobs]
+    assert seen[0] == seen[1], "a new adapter changes nothing"
+    for _ in range(3):
+        training.forward_backward([sdk.row([*PROMPT, 70, 71, 72, 73])], "cross_entropy").result(SECONDS)
+        training.optim_step(ADAM).result(SECONDS)
+        seen.append(complete(client, run).logprobs.token_logprobs)
+    assert len({tuple(each) for each in seen}) == 4, "each step is seen at once"
+    paths = [training.save_state("state").result(SECONDS).path]
+    paths.append(training.save_weights_for_sampler("sampler").result(SECONDS).path)
+    kept = [f"{run}/state", f"{run}/sampler", *paths]
+    training.forward_backward([sdk.row([*PROMPT, 90, 91])], "cross_entropy").result(SECONDS)
+    training.optim_step(ADAM).result(SECONDS)
+    for name in kept:
+        assert complete(client, name).logprobs.token_logprobs == pytest.approx(seen[-1], abs=1e-4), name
+    assert complete(client, f"{run}/latest").logprobs.token_logprobs != pytest.approx(seen[-1], abs=1e-4)
+    assert {BASE, run, *kept[:2]} <= {model.id for model in client.models.list()}
+    assert client.models.retrieve(f"{run}/state").id == f"{run}/state"
+
+
+def test_a_running_request_finishes_on_the_weights_it_began_with(client: openai.OpenAI, training: Any) -> None:
+    options: Any = {"model": training.model_id, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+    expected = client.completions.create(**options).choices[0].text
+    stream = client.completions.create(**options, stream=True)
+    text = next(iter(stream)).choices[0].text
+    training.forward_backward([sdk.row([*PROMPT, 100, 101, 102])], "cross_entropy").result(SECONDS)
+    training.optim_step(sdk.tinker.AdamParams(learning_rate=0.1)).result(SECONDS)
+    text += "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+    assert text == expected
+    assert client.completions.create(**options).choices[0].text != expected
+
+
+def test_another_tenant_neither_sees_nor_reaches_them(service: Served, client: openai.OpenAI, training: Any) -> None:
+    run = training.model_id
+    if f"{run}/state" not in {model.id for model in client.models.list()}:
+        training.save_state("state").result(SECONDS)
+    names = [run, f"{run}/latest", f"{run}/state", f"tinker://{run}/weights/state"]
+    key = service.new_key("stranger")
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0, timeout=SECONDS) as stranger:
+        assert [model.id for model in stranger.models.list()] == [BASE]
+        for name in names:
+            unknown = name.replace(run[:8], "0" * 8)
+            for ask in (
+                lambda model: stranger.models.retrieve(model),
+                lambda model: stranger.completions.create(model=model, prompt=PROMPT),
+                lambda model: stranger.chat.completions.create(model=model, messages=HELLO),
+                lambda model: stranger.embeddings.create(model=model, input="x"),
+            ):
+                said = []
+                for model in (name, unknown):
+                    with pytest.raises(openai.NotFoundError) as caught:
+                        ask(model)
+                    said.append(str(caught.value).replace(model, "M"))
+                assert said[0] == said[1]
+        assert stranger.completions.create(model=BASE, prompt=PROMPT, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_client_that_leaves_frees_the_engine(service: Served, client: openai.OpenAI) -> None:
+    stream = client.completions.create(model=BASE, prompt=PROMPT, max_tokens=1900, stream=True, temperature=0,
+                                       logit_bias={"258": -100})  # fmt: skip
+    next(iter(stream))
+    stream.close()
+    for _ in range(200):
+        figures = httpx.get(f"{service.url}/twinkle/status", headers={"X-API-Key": service.key}, trust_env=False).json()
+        if figures["streams"] == 0:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the request still runs")
+
+
+def test_a_reader_that_stops_delays_nobody(service: Served, client: openai.OpenAI) -> None:
+    body = {"model": BASE, "prompt": PROMPT, "max_tokens": 500, "stream": True, "logit_bias": {"258": -100}}
+    headers = {"Authorization": f"Bearer {service.key}"}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False) as slow:
+        assert slow.status_code == 200  # and nothing is read
+        for _ in range(3):
+            assert complete(client, BASE, max_tokens=8).finish_reason in ("length", "stop")
+        assert b"[DONE]" in b"".join(slow.iter_bytes())
+
+
+@pytest.mark.full
+def test_a_trained_adapter_calls_a_tool_by_itself(service: Served, client: openai.OpenAI) -> None:
+    with sdk.opened(service.url, service.key) as opened:
+        calls_a_tool(client, sdk.trainer(opened, BASE, rank=16, seed=2))
+
+
+def calls_a_tool(client: openai.OpenAI, training: Any) -> None:
+    """Train an adapter on one call, and demand that it makes it, whole and streamed."""
+    tokenizer = tiny_tokenizer(TEMPLATE.read_text())
+    prompt = tokenizer.apply_chat_template(HELLO, tools=[TOOL], add_generation_prompt=True)["input_ids"]
+    row = sdk.row([*prompt, *tokenizer.encode(CALL), 258], [0.0] * (len(prompt) - 1) + [1.0] * (len(CALL) + 1))
+    for _ in range(80):
+        training.forward_backward([row], "cross_entropy").result(SECONDS)
+        training.optim_step(ADAM).result(SECONDS)
+    options: Any = {"model": training.model_id, "messages": HELLO, "tools": [TOOL], "temperature": 0}
+    answer = client.chat.completions.create(**options, max_tokens=200).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    chunks = list(client.chat.completions.create(**options, max_tokens=200, stream=True))
+    (call,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert call.function.name == "weather"
+
+
+@pytest.mark.full
+def test_an_engine_that_dies_is_an_error_and_the_retry_of_the_sdk_succeeds(
+    service: Served, client: openai.OpenAI, training: Any
+) -> None:
+    run = training.model_id
+    expected = complete(client, run).logprobs.token_logprobs
+    options: Any = {"model": run, "prompt": PROMPT, "max_tokens": 1900, "stream": True, "logit_bias": {"258": -100}}
+    stream = client.completions.create(**options)
+    next(iter(stream))
+    assert service.kill_engine()
+    with pytest.raises(openai.APIError, match="repeat the request"):
+        list(stream)
+    found: list[Any] = []
+    retried = threading.Thread(target=lambda: found.append(complete(client.with_options(max_retries=5), run)))
+    retried.start()
+    retried.join(SECONDS)
+    assert found[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-5), "the model was restored first"
