@@ -97,7 +97,7 @@ class TransformersEngine(Engine):
 
     def _describe(self) -> EngineInfo:
         module = self._model.model
-        folder = Path(self._model.model_path)
+        folder = Path(str(self._model.model_path))
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
         features: set[Feature] = {"composition", "interrupt", "page", "prompt_scores"}
         if has_tokenizer:
