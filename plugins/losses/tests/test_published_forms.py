@@ -211,3 +211,12 @@ def test_arguments_that_are_stricter_than_published_are_errors_and_value_errors(
         CISPOLoss()(inputs, outputs, advantages=[1.0] * 4, num_items_in_batch=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="epsilon"):
         GRPOLoss(epsilon=-1)
+
+
+def test_every_loss_has_its_published_short_name() -> None:
+    from twinkle._registry import registry
+    from twinkle.loss import torch_loss_mapping
+
+    assert {"mse", "cross_entropy", "grpo", "dr_grpo", "dpo", "infonce"} <= set(torch_loss_mapping)
+    for name, loss in torch_loss_mapping.items():
+        assert registry().resolve(loss.__name__, "loss") is loss, name

@@ -1,5 +1,6 @@
 """`TransformersModel` and `TorchSampler` built as published scripts build them."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from twinkle.data_format import LossOutput, SamplingParams
 from twinkle.errors import ArgumentError, ComponentTypeError, TrainingStateError, Unsupported
 from twinkle.model import TransformersModel
 from twinkle.processor import InputProcessor
-from twinkle.sampler import TorchSampler
+from twinkle.sampler import BaseSamplerEngine, TorchSampler, TorchSamplerEngine
 from twinkle.testing import tiny_config, tiny_model
 
 ROWS = [
@@ -112,3 +113,28 @@ def test_a_sampler_reads_the_engines_options(tiny: Path) -> None:
             TorchSampler(str(tiny), engine_args=wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="max_batch_size is 4, and engine_args says 3"):
         TorchSampler(str(tiny), engine_args=args, max_batch_size=4)
+
+
+def test_an_engine_serves_concurrent_callers(tiny: Path) -> None:
+    sampler = TorchSampler(str(tiny), dtype="float32")
+    engine: BaseSamplerEngine = TorchSamplerEngine(sampler)
+    prompts = [[5, 9, 7], [4, 3], [8, 8, 1, 2]]
+
+    async def all_of_them() -> list[Any]:
+        calls = [
+            engine.sample(ids, {"max_tokens": 4, "seed": 7, "stop": []}, num_samples=2, include_prompt_logprobs=True)
+            for ids in prompts
+        ]
+        return await asyncio.gather(*calls)
+
+    for ids, response in zip(prompts, asyncio.run(all_of_them()), strict=True):
+        params = SamplingParams(max_tokens=4, seed=7, stop=[], num_samples=2, logprobs=1, prompt_logprobs=1)
+        expected = sampler.sample({"input_ids": ids}, params)[0]
+        assert [s.tokens for s in response.sequences] == [s.tokens for s in expected.sequences]
+        assert len(response.prompt_logprobs or []) == len(ids)
+        assert all(len(s.logprobs or []) == 4 for s in response.sequences)
+    assert asyncio.run(engine.get_tokenizer()).eos_token == "<|im_end|>"
+    with pytest.raises(Unsupported, match="images"):
+        asyncio.run(engine.sample([1], {}, images=["picture"]))
+    with pytest.raises(Unsupported, match="has no sleep"):
+        asyncio.run(engine.sleep())
