@@ -4,7 +4,7 @@ TwinkleError (Exception)
 ├── ComponentNotFound (LookupError)      no such component, kind, hook or plugin
 ├── ComponentConflict (LookupError)      two providers of one name
 ├── ComponentTypeError (TypeError)       the object does not fit the contract
-├── ArgumentError (TypeError)            an unknown or missing keyword
+├── ArgumentError (TypeError)            an unknown or missing keyword, or a value not allowed; also a ValueError
 ├── ManifestError (ValueError)           twinkle-plugin.toml is wrong
 ├── SettingsError (ValueError)           twinkle.toml or an environment variable is wrong
 ├── PluginBroken (RuntimeError)          the plugin cannot be imported, or is not what its manifest says
@@ -30,8 +30,8 @@ class ComponentTypeError(TwinkleError, TypeError):
     """The object does not fit the contract of its kind."""
 
 
-class ArgumentError(TwinkleError, TypeError):
-    """A call has an unknown, missing or surplus argument."""
+class ArgumentError(TwinkleError, TypeError, ValueError):
+    """A call has an unknown, missing or surplus argument, or a value that the argument does not allow."""
 
 
 class ManifestError(TwinkleError, ValueError):

@@ -21,6 +21,7 @@ from twinkle_losses.grpo import GRPOLoss as GRPOLoss
 from twinkle_losses.gspo import GSPOLoss as GSPOLoss
 from twinkle_losses.infonce import InfonceLoss as InfonceLoss
 from twinkle_losses.liger import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
+from twinkle_losses.mapping import torch_loss_mapping as torch_loss_mapping
 from twinkle_losses.mse import MSELoss as MSELoss
 from twinkle_losses.orpo import ORPOLoss as ORPOLoss
 from twinkle_losses.ppo import PPOLoss as PPOLoss

@@ -4,7 +4,7 @@ TwinkleError
 ├── ComponentNotFound (LookupError)      no plugin offers the name
 ├── ComponentConflict (LookupError)      several plugins offer it
 ├── ComponentTypeError (TypeError)       the object does not fit the contract of its kind
-├── ArgumentError (TypeError)            unknown or missing keyword
+├── ArgumentError (TypeError)            unknown or missing keyword, or a value not allowed; also a ValueError
 ├── ManifestError (ValueError)           a plugin's manifest is wrong
 ├── PluginBroken (RuntimeError)          a plugin fails at import
 ├── PluginIncompatible (RuntimeError)    a plugin needs another version of core

@@ -40,6 +40,11 @@ class Platform:
         return _PLATFORMS[name]
 
     @staticmethod
+    def get_platform(platform: str | None = None) -> "type[Platform]":
+        """Return `Platform.get(platform)`, under its published name."""
+        return Platform.get(platform)
+
+    @staticmethod
     def get_rank() -> int:
         """Return the rank of this process, from 0."""
         return _number("RANK", 0)

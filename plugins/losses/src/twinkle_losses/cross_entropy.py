@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, label_to_ignore, output
+from twinkle_losses.options import flag, label_to_ignore, output, score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class CrossEntropyLoss(Loss):
             DataError: rows have several labels a token.
             TrainingStateError: the forward was of another task.
         """
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", self)
         labels = inputs["labels"].to(logps.device)
         if labels.dim() == 3:
             raise DataError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, label_to_ignore, number, output
+from twinkle_losses.options import flag, label_to_ignore, number, score
 from twinkle_losses.pairs import Pairs, logp_numbers, reward_numbers, weigh
 from twinkle_torch.trained import Trained
 
@@ -104,7 +104,7 @@ class DPOLoss(Loss):
             DataError: only one row of a pair has trained tokens.
             TrainingStateError: the forward was of another task.
         """
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", self)
         where = Trained.of(inputs, logps, self.ignore_index, self)
         pairs = Pairs.of(where)
         reference = self._reference(ref_outputs, ref_logps, ref_chosen_logps, ref_rejected_logps)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.errors import ArgumentError, TrainingStateError
 
 if TYPE_CHECKING:
@@ -87,3 +88,22 @@ def output(outputs: Mapping[str, Any], name: str, loss: object, remedy: str) -> 
         )
     tensor: Tensor = found
     return tensor
+
+
+def score(inputs: InputBatch, outputs: ModelOutput, name: str, loss: object) -> "Tensor":
+    """Return a score of the labels, `[B, T]`: that of the forward, or else computed from its logits and stored there.
+
+    Args:
+        inputs: `labels`.
+        outputs: outputs of the forward, with `name` or with `logits` `[B, T, V]`.
+        name: `logps`, `entropies` or `uniform_logps`.
+        loss: whose score; the error names its class.
+
+    Raises:
+        DataError: logits and labels do not fit each other.
+        TrainingStateError: neither the score nor logits are there.
+    """
+    from twinkle_torch.logit_scores import scores_of_logits
+
+    scores_of_logits(inputs, outputs, name, getattr(loss, "ignore_index", -100))
+    return output(outputs, name, loss, "call with task='causal_lm', on rows with labels")

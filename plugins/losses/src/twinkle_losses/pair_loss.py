@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.loss import Loss
-from twinkle_losses.options import output
+from twinkle_losses.options import score
 from twinkle_losses.pairs import Pairs, logp_numbers, weigh
 from twinkle_torch.trained import Trained
 
@@ -34,7 +34,7 @@ class PairLoss(Loss):
             DataError: only one row of a pair has trained tokens.
             TrainingStateError: the forward was of another task.
         """
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", self)
         where = Trained.of(inputs, logps, self.ignore_index, self)
         pairs = Pairs.of(where)
         scores = weigh(where.fill(logps), inputs)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import Loss
-from twinkle_losses.options import label_to_ignore, number, output
+from twinkle_losses.options import label_to_ignore, number, score
 from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PolicyGradientLoss(Loss):
                 lengths do not fit; or a number at a trained token is NaN or infinite.
             TrainingStateError: the forward was of another task.
         """
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", self)
         where = Trained.of(inputs, logps, self.ignore_index, self)
         self._check(advantages, ref_logps, rollout_logps)
         given = {"advantages": advantages, "old_logps": old_logps, "ref_logps": ref_logps}
@@ -108,7 +108,7 @@ class PolicyGradientLoss(Loss):
             numbers["kl"] = _kl(rows["ref_logps"] - logps)
             terms = terms + self.beta * numbers["kl"] if self.beta else terms
         if self.require_entropy:
-            numbers["entropy"] = output(outputs, "entropies", self, "the forward must prepare what the loss requires")
+            numbers["entropy"] = score(inputs, outputs, "entropies", self)
             terms = terms - self.entropy_coef * numbers["entropy"]
         if (scale := inputs.get("loss_scale")) is not None:
             terms = terms * where.fill(scale.to(terms))

@@ -6,6 +6,7 @@ from typing import Any
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.errors import DataError
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 
 class Accuracy(Metric):
@@ -27,10 +28,15 @@ class Accuracy(Metric):
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`.
 
+        Without predictions, those of `outputs["logits"]` `[B, T, V]` are used.
+
         Raises:
             DataError: their shapes differ, as those of packed rows would whose outputs alone were unpacked.
         """
+        inputs, outputs = as_batch(inputs, outputs)
         predictions = outputs.get("predictions")
+        if predictions is None and getattr(outputs.get("logits"), "ndim", 0) == 3:  # outputs that a script passes
+            predictions = outputs["logits"].argmax(-1)
         if predictions is None or inputs["labels"].ndim == 3:
             return
         labels = inputs["labels"].to(predictions.device)

@@ -5,6 +5,7 @@ from typing import Any
 
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 _TEACHER = ("teacher_topk_logprobs", "teacher_topk_indices")
 
@@ -45,6 +46,7 @@ class GKDMetric(Metric):
         Raises:
             ArgumentError: they do not fit the batch.
         """
+        inputs, outputs = as_batch(inputs, outputs)
         predictions = outputs.get("predictions")
         if predictions is None or inputs["labels"].ndim != 2 or any(kwargs.get(name) is None for name in _TEACHER):
             return

@@ -5,6 +5,7 @@ from typing import Any
 
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 
 class EmbeddingMetric(Metric):
@@ -23,6 +24,7 @@ class EmbeddingMetric(Metric):
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Add the values of `outputs["embeddings"]` `[B, H]` of length 1 and `inputs["labels"]` `[B]`."""
+        inputs, outputs = as_batch(inputs, outputs)
         embeddings = outputs.get("embeddings")
         if embeddings is None:
             return

@@ -20,9 +20,18 @@ class LossMetric(Metric):
         self.reset()
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`."""
-        self._loss_sum += float(outputs["loss_sum"])
-        self._denominator += float(outputs["num_tokens"])
+        """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`.
+
+        Outputs without `loss_sum`, which a script passes, are read as published: `loss` is a sum over `num_tokens`, or
+        a mean if `num_tokens` is 0 or missing, or if `loss_reduction="mean"`; means count alike.
+        """
+        count = float(outputs.get("num_tokens") or 0.0)
+        if "loss_sum" in outputs:
+            self._loss_sum += float(outputs["loss_sum"])
+        else:
+            count = 1.0 if kwargs.get("loss_reduction") == "mean" else count or 1.0
+            self._loss_sum += float(outputs["loss"])
+        self._denominator += count
         for name, value in outputs.get("loss_metrics", {}).items():
             self._extra[name] = self._extra.get(name, 0.0) + value
         if (norm := kwargs.get("grad_norm")) is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +102,7 @@ class GRPOMetric(Metric):
         Raises:
             ArgumentError: an argument has not one entry a row, or another length; names row and lengths.
         """
+        inputs, outputs = as_batch(inputs, outputs)
         labels, logps = inputs.get("labels"), outputs.get("logps")
         if logps is None or labels is None or labels.ndim != 2:
             return

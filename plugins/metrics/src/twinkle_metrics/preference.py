@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,7 @@ class DPOMetric(Metric):
         Raises:
             ArgumentError: B is odd, or the reference does not fit.
         """
+        inputs, outputs = as_batch(inputs, outputs)
         logps = outputs.get("logps")
         if logps is None or inputs["labels"].ndim != 2:
             return

@@ -23,6 +23,8 @@ TOKEN_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "completi
 PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100, "completion_mask": 0, "loss_scale": 0.0, "position_ids": 0}
 """What fills the shorter rows. Positions are 0 there, not -1: a model with a table of positions would look up -1."""
 _FLOATS = ("loss_scale",)
+_MASKS = ("attention_mask", "completion_mask")
+"""Whole numbers, which published scripts also give as floats."""
 _FROM_ZERO = ("input_ids", "position_ids")
 Side = Literal["left", "right"]
 _FILL = {"predictions": -100}
@@ -162,6 +164,8 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
     rows = _tensors(key, values)
     if any(row.dim() == 2 for row in rows):
         rows = _as_tables(key, rows)
+    if key in _MASKS:
+        rows = [row.long() if row.is_floating_point() and bool((row == row.round()).all()) else row for row in rows]
     floats = any(row.is_floating_point() for row in rows)
     if key == "labels" and floats and rows[0].dim() == 1:
         dtype = torch.float32  # targets of a value head at each token

@@ -218,7 +218,9 @@ class TrainedHead(torch.autograd.Function):
             z = logits_of(h[part], weight, bias, ctx.transform)
             of_entropy = (g_entropy[part, None], entropy[part, None]) if ctx.want.entropies else None
             of_uniform = g_uniform[part, None] if ctx.want.uniform else None
-            grad = _gradient(z, y[part, None], log_zs[part], g_logp[part, None], of_entropy, of_uniform, ctx.transform)
+            grad = gradient_of_logits(
+                z, y[part, None], log_zs[part], g_logp[part, None], of_entropy, of_uniform, ctx.transform
+            )
             if d_bias is not None:
                 d_bias += grad.sum(0)
             small = grad.to(h.dtype)
@@ -313,7 +315,7 @@ def _score(
     return log_z
 
 
-def _gradient(
+def gradient_of_logits(
     z: Tensor, y: Tensor, log_z: Tensor, g_logp: Tensor, of_entropy: tuple[Tensor, Tensor] | None,
     g_uniform: Tensor | None, transform: LogitTransform,
 ) -> Tensor:  # fmt: skip

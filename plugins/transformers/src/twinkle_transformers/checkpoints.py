@@ -92,8 +92,9 @@ class ModelCheckpoints:
                     with quiet_transformers():
                         given = {} if tensors is None else {"state_dict": tensors}
                         loaded.module.save_pretrained(folder, **given)
-                for name in _TOKENIZER_FILES:
-                    source = loaded.path / name
+                tokenizer = loaded.tokenizer_path
+                for source in () if tokenizer is None else [tokenizer / name for name in _TOKENIZER_FILES]:
+                    name = source.name
                     if source.is_file() and not (folder / name).exists():
                         (folder / name).write_bytes(source.read_bytes())
                 snapshot.write(folder)
@@ -113,6 +114,8 @@ class ModelCheckpoints:
     def _name_for_peft(self) -> str:
         """Return what PEFT can load the base model by: its id on a hub, or else the local folder."""
         model_id = self._loaded.model_id
+        if self._loaded.path is None:
+            return ""
         reference = None if Path(model_id).expanduser().exists() else reference_of(model_id, bare=True)
         scheme, _, name = (reference or "").partition("://")
         # Both hubs use the same names for models; PEFT looks them up at Hugging Face.

@@ -100,7 +100,7 @@ class TransformersEngine(Engine):
 
     def _describe(self) -> EngineInfo:
         module = self._model.model
-        folder = Path(self._model.model_path)
+        folder = Path(str(self._model.model_path))
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
         features: set[Feature] = {
             "composition", "early_results", "interrupt", "logit_bias", "min_p", "model", "page", "penalties",

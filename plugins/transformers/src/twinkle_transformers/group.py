@@ -115,10 +115,15 @@ class OptimizerGroup:
             self.loss_instance = registry().build("CrossEntropyLoss", "loss")
         return self.loss_instance
 
-    def encoder(self, model_path: Path) -> Callable[[Any], Any]:
-        """Return a function that encodes trajectories: the template, by default that of the model in `model_path`."""
+    def encoder(self, model_path: Path | None) -> Callable[[Any], Any]:
+        """Return a function that encodes trajectories: the template, by default that of the folder `model_path`."""
 
         def encode(trajectory: Any) -> Any:
+            if self.template is None and model_path is None:
+                raise TrainingStateError(
+                    "the model was built from config= without a tokenizer; give tokenizer_id=, or call "
+                    "set_template('Template', model_id=...)"
+                )
             if self.template is None:
                 self.template = registry().build("Template", "template", model_id=str(model_path))
             return self.template.encode(trajectory)
@@ -228,9 +233,9 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
         raise ArgumentError(f"TransformersModel: grad_scaler_config is for mixed_precision='fp16', not {precision!r}")
 
 
-def check_model_id(model_id: Any, model_cls: Any, others: Mapping[str, Any]) -> None:
-    """Refuse a model without an id, and suggest the argument that probably contains it."""
-    if model_id is not None:
+def check_model_id(model_id: Any, model_cls: Any, config: Any, others: Mapping[str, Any]) -> None:
+    """Refuse a model with neither id nor configuration, and suggest the argument that probably contains the id."""
+    if model_id is not None or config is not None:
         return
     meant = (
         model_cls if isinstance(model_cls, str | PurePath) else others.get("model", others.get("model_name_or_path"))

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from twinkle.hub import local_model
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.platform import Platform
 from twinkle_torch.numerics import Evidence
@@ -19,6 +21,7 @@ from twinkle_transformers.loading import dtype_of, load_model
 from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.memory import Recompute
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
+from twinkle_transformers.router_replay import RouterReplay, SameRoutes
 from twinkle_transformers.segments import recompute_contexts
 
 
@@ -29,7 +32,9 @@ class LoadedModel:
         module: the Hugging Face module, or the `peft.PeftModel` around it.
         backbone: the module as body and head; a patch may replace it.
         model_id: the argument of that name.
-        path: local folder that the model was loaded from.
+        path: local folder that the model was loaded from; None for random weights of a configuration.
+        tokenizer_path: local folder of the tokenizer; None if it is unknown.
+        routers: records and replays the experts of a mixture model, with `enable_router_replay`.
         base: identity of the weights: `id`, `fingerprint` of the folder, and the hub's `commit` where it has one.
         device: where the model runs.
         device_mesh: the argument of that name.
@@ -58,6 +63,8 @@ class LoadedModel:
         gradient_checkpointing: Any = "auto",
         on_nonfinite: str = "raise",
         dtype: Any = None,
+        tokenizer_id: str | None = None,
+        enable_router_replay: bool = False,
         **kwargs: Any,
     ) -> None:
         if mixed_precision == "auto":
@@ -65,8 +72,8 @@ class LoadedModel:
             # weights of a half type are never trained as they are unless that is asked for
             mixed_precision = "bf16" if half or Platform.computes_bfloat16() else "no"
         check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
-        check_model_id(model_id, model_cls, kwargs)
-        self.model_id = str(model_id)
+        check_model_id(model_id, model_cls, config, kwargs)
+        self.model_id = "" if model_id is None else str(model_id)
         self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self.on_nonfinite = on_nonfinite
@@ -78,18 +85,24 @@ class LoadedModel:
         # A model that will be sharded is loaded into host memory and moved to the device layer by layer.
         device = None if self.parallel.in_lockstep else self.device
         load = functools.partial(
-            load_model, self.model_id, dtype=dtype, model_cls=model_cls, config=config, device=device,
+            load_model, self.model_id or None, dtype=dtype, model_cls=model_cls, config=config, device=device,
             other_arguments=_ARGUMENTS, **kwargs,
         )  # fmt: skip
         module, self.path, self.backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
         self.module: Any = module
         self._unpatched: Backbone | None = None
         self.backbone.segmenter.precision = self.autocast
+        self.tokenizer_path = self.path if tokenizer_id is None else local_model(tokenizer_id)
+        self.routers = self._find_routers() if enable_router_replay else None
         self.base: Mapping[str, Any] = {
             "id": self.model_id,
-            "fingerprint": fingerprint(self.path),
-            "commit": commit_of(self.path),
+            "fingerprint": None if self.path is None else fingerprint(self.path),
+            "commit": None if self.path is None else commit_of(self.path),
         }
+
+    def _find_routers(self) -> RouterReplay:
+        with self.autocast():
+            return RouterReplay.of(self.backbone.model, check=not self.parallel.in_lockstep)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -118,7 +131,7 @@ class LoadedModel:
     def new_recompute(self, forward: Callable[[dict[str, Tensor]], object]) -> Recompute:
         """Return what decides on recomputation of activations; `forward` is that of `Recompute`."""
         return Recompute(
-            self.backbone.model, self._gradient_checkpointing, self.device, recompute_contexts,
+            self.backbone.model, self._gradient_checkpointing, self.device, _recompute_contexts,
             forward=forward, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
         )  # fmt: skip
 
@@ -147,6 +160,12 @@ class LoadedModel:
     def _forget_measurements(self) -> None:
         if not self.parallel.in_lockstep:  # one rank of a sharded model cannot run the model to measure again
             self.backbone.segmenter.forget()
+
+
+def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a forward and of its recomputation, which sees the same segments and experts."""
+    forward, again = recompute_contexts()
+    return forward, SameRoutes(again)
 
 
 _ARGUMENTS = (

@@ -84,7 +84,7 @@ _SHOWN = 5
 
 
 def load_model(
-    model_id: str | Path,
+    model_id: str | Path | None,
     *,
     dtype: str | torch.dtype = "auto",
     model_cls: type | str | None = None,
@@ -94,11 +94,11 @@ def load_model(
     skeleton: torch.dtype | None = None,
     other_arguments: Collection[str] = (),
     **from_pretrained_kwargs: Any,
-) -> tuple[Any, Path]:
+) -> tuple[Any, Path | None]:
     """Load a model in evaluation mode, and return it with the local folder it came from.
 
     Args:
-        model_id: argument of `twinkle.hub.local_model`.
+        model_id: argument of `twinkle.hub.local_model`; None makes random weights of `config`.
         dtype: dtype of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the saved
             one.
         model_cls: a class with `from_pretrained`, or its name in transformers; by default the causal language model
@@ -118,6 +118,10 @@ def load_model(
         RequirementMissing: an option needs a package that is not installed.
     """
     wanted = dtype_of(dtype)
+    if model_id is None:
+        return _with_random_weights(
+            model_cls, config, wanted, device, trust_remote_code, from_pretrained_kwargs, other_arguments, skeleton
+        ), None
     hub = {name: from_pretrained_kwargs.pop(name) for name in _HUB_OPTIONS if name in from_pretrained_kwargs}
     folder = local_model(model_id, **hub)
     check_weights(folder)
@@ -137,6 +141,23 @@ def load_model(
         if device is not None:
             model = model.to(device)
     return model, folder
+
+
+def _with_random_weights(
+    model_cls: type | str | None, config: Any, dtype: Any, device: Any, trust_remote_code: bool,
+    given: Mapping[str, Any], others: Collection[str], skeleton: torch.dtype | None,
+) -> Any:  # fmt: skip
+    """Return a model of a configuration, with weights from torch's random generator."""
+    if config is None:
+        raise ArgumentError("a model needs model_id= (a folder or a reference), or config= to make random weights")
+    with quiet_transformers():
+        config, options = _with_fields(_checked_config(config), given, others)
+        cls = _model_class(model_cls, config, trust_remote_code)
+        if skeleton is not None:
+            return _without_weights(cls, config, skeleton, options)
+        wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+        model = _from_config(cls, config, dtype_of(wanted), options)
+    return model if device is None else model.to(device)
 
 
 def _check_files(folder: Path) -> None:
@@ -172,16 +193,22 @@ def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _config(folder: Path, config: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
     if config is not None:
-        if not isinstance(config, PreTrainedConfig):
-            raise ArgumentError(f"config must be a transformers configuration, got a {type(config).__name__}")
-        return config
+        return _checked_config(config)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ModelLoadError(_config_problem(folder, error)) from error
+
+
+def _checked_config(config: Any) -> Any:
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
+        raise ArgumentError(f"config must be a transformers configuration, got a {type(config).__name__}")
+    return config
 
 
 def _config_problem(folder: Path, error: Exception) -> str:
@@ -280,10 +307,14 @@ def _load(cls: Any, folder: Path, options: dict[str, Any], trust_remote_code: bo
 
 
 def _without_weights(cls: Any, config: Any, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
-    attention = {k: v for k, v in options.items() if k == "attn_implementation"}
     with torch.device("meta"):
-        make = cls.from_config if cls.__name__.startswith("Auto") else cls._from_config
-        return make(config, dtype=dtype, **attention).eval()
+        return _from_config(cls, config, dtype, options)
+
+
+def _from_config(cls: Any, config: Any, dtype: Any, options: Mapping[str, Any]) -> Any:
+    attention = {k: v for k, v in options.items() if k == "attn_implementation"}
+    make = cls.from_config if cls.__name__.startswith("Auto") else cls._from_config
+    return make(config, dtype=dtype, **attention).eval()
 
 
 def _check_report(report: Mapping[str, Any], folder: Path, name: str) -> None:

@@ -125,7 +125,8 @@ def call_loss(
         if (explained := _not_made(error, loss, outputs)) is None:
             raise
         raise explained from error
-    result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), inputs, split, several_ranks)
+    done = isinstance(raw, LossOutput) and not raw.is_mean
+    result = raw if done else _older(raw, loss_name(loss), inputs, split, several_ranks)
     total = result.loss_sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         description = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
@@ -163,21 +164,23 @@ def _older(raw: Any, name: str, inputs: InputBatch, split: bool, several_ranks: 
             "sum; return LossOutput(loss_sum, denominator), or {'loss': sum, 'num_tokens': count} (0 where "
             "'loss' is a mean already)"
         )
-    count = float(raw["num_tokens"])
+    count, metrics = float(raw["num_tokens"]), getattr(raw, "metrics", None)
     if count > 0:
-        return LossOutput(raw["loss"], count)
+        return LossOutput(raw["loss"], count, metrics)
     if has_targets(labels := inputs.get("labels")) and not bool((labels != IGNORE).any()):
-        return LossOutput(raw["loss"], 0.0)  # no label is trained: the count is correct, and the loss is not a mean
+        return LossOutput(
+            raw["loss"], 0.0, metrics
+        )  # no label is trained: the count is correct, and the loss is not a mean
     if split or several_ranks:
         parts, do = ("micro-batches", ", or call without micro_batch_size") if split else ("ranks", "")
         raise ComponentTypeError(
             f"loss {name} returned a mean (num_tokens = 0), and a mean of {parts} is not the mean of the batch; "
             f"return LossOutput(loss_sum, denominator){do}"
         )
-    return LossOutput(raw["loss"], 1.0)
+    return LossOutput(raw["loss"], 1.0, metrics)
 
 
-_PADDING = {"predictions": IGNORE}
+_PADDING = {"predictions": IGNORE, "routed_experts": -1}
 
 
 def needs_of(group: OptimizerGroup, status: Status, return_logits: bool, task: str = "causal_lm") -> Needs:

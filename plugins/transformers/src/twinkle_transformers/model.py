@@ -13,6 +13,7 @@ from twinkle.checkpoint_engine import CheckpointEngineMixin
 from twinkle.data_format import ModelOutput
 from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
+from twinkle.model.transformers.moe.router_replay import RouterReplayAction
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
@@ -40,7 +41,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
 
     Args:
         model_cls: class (or its name in transformers) to load with; by default by the model's configuration.
-        model_id: local folder, GGUF file, or `scheme://` reference.
+        model_id: local folder, GGUF file, or `scheme://` reference; None makes random weights of `config`.
         config: transformers configuration to use instead of the folder's.
         device_mesh: by default the one given to `twinkle.initialize`.
         mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "fp16" likewise in
@@ -62,17 +63,21 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             first batch with a shared prompt; "auto" computes whole rows there.
         dtype: dtype of the loaded weights; by default the checkpoint's with mixed precision, else float32. Trained
             weights are kept in float32 under mixed precision.
+        tokenizer_id: folder or reference of the tokenizer and its chat template; by default those of the model.
+        enable_router_replay: for mixture-of-experts models: allow `router_replay_action` in forwards.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
 
     Attributes:
         model: the Hugging Face module, wrapped by `peft.PeftModel` once it has an adapter.
         optimizer_group: state of each adapter by name; the full model's name is `""`.
-        model_path: the local folder it was loaded from.
+        model_path: the local folder it was loaded from; None for random weights.
+        tokenizer_path: the local folder of its tokenizer; None if it is unknown.
         base: its `id`, the `fingerprint` of that folder when it was loaded, and the hub's `commit` where it has one.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt.
-        Unsupported: the mesh divides the model by other dimensions than dp and fsdp.
+        Unsupported: the mesh divides the model by other dimensions than dp and fsdp; or `enable_router_replay`, and
+            the model has no routers whose choice can be replayed.
     """
 
     default_metrics = DEFAULT_METRICS
@@ -94,16 +99,20 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         share_prefixes: bool | Literal["auto"] = False,
         dtype: Any = None,
+        tokenizer_id: str | None = None,
+        enable_router_replay: bool = False,
         **kwargs: Any,
     ) -> None:
         loaded = LoadedModel(
             model_cls, model_id, config, device_mesh, mixed_precision, strategy=strategy, ddp_config=ddp_config,
             fsdp_config=fsdp_config, grad_scaler_config=grad_scaler_config,
             memory_efficient_init=memory_efficient_init, gradient_checkpointing=gradient_checkpointing,
-            on_nonfinite=on_nonfinite, dtype=dtype, **kwargs,
+            on_nonfinite=on_nonfinite, dtype=dtype, tokenizer_id=tokenizer_id,
+            enable_router_replay=enable_router_replay, **kwargs,
         )  # fmt: skip
         self._loaded = loaded
         self.model_id, self.model_path, self.base = loaded.model_id, loaded.path, loaded.base
+        self.tokenizer_path = loaded.tokenizer_path
         self.device, self.device_mesh, self.parallel = loaded.device, loaded.device_mesh, loaded.parallel
         self.mixed_precision, self.on_nonfinite = loaded.mixed_precision, loaded.on_nonfinite
         self._adapters = PeftAdapters(loaded)
@@ -216,6 +225,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         temperature: float = 1.0,
         return_logits: bool = False,
         task: str = "causal_lm",
+        router_replay_action: RouterReplayAction | str | None = None,
+        router_replay_manual_cleanup: bool = False,
     ) -> ModelOutput:
         """Run the whole batch in training mode and keep its graph.
 
@@ -226,11 +237,19 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             return_logits: also return `[B, T, V]` logits.
             task: "causal_lm" (or "fused_lm_ce", which computes the same), or "embedding": one vector of length 1 for
                 each row, from its last token.
+            router_replay_action: with `enable_router_replay`: "record" also returns `routed_experts`, int16 `[B, T,
+                routers, k]`, the experts that the routers chose; "replay_forward" uses the `routed_experts` of rows
+                that have them, and returns what was used. -1 is no record: padding, or the router's own choice.
+            router_replay_manual_cleanup: accepted; no experts are kept between calls.
 
         Returns:
             `logps` `[B, T]`, and `logits` on request; or `embeddings` `[B, H]`; with graph.
+
+        Raises:
+            TrainingStateError: `router_replay_action` without `enable_router_replay`.
+            DataError: `routed_experts` of a row do not fit its tokens or the model.
         """
-        return self._passes.forward(adapter_name, inputs, temperature, return_logits, task)
+        return self._passes.forward(adapter_name, inputs, temperature, return_logits, task, router_replay_action)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_only(
@@ -241,6 +260,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         temperature: float = 1.0,
         return_logits: bool = False,
         task: str = "causal_lm",
+        router_replay_action: RouterReplayAction | str | None = None,
+        router_replay_manual_cleanup: bool = False,
         micro_batch_size: int | None = None,
         disable_lora: bool = False,
         topk_logprobs: int | None = None,
@@ -252,8 +273,9 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         computing whole logits. The other arguments are those of `forward`.
         """
         return self._passes.forward_only(
-            adapter_name, inputs, temperature, return_logits, task, micro_batch_size, disable_lora, topk_logprobs
-        )
+            adapter_name, inputs, temperature, return_logits, task, micro_batch_size, disable_lora, topk_logprobs,
+            router_replay_action,
+        )  # fmt: skip
 
     @remote_function(collect="mean")
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
@@ -281,6 +303,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         temperature: float = 1.0,
         return_logits: bool = False,
         task: str = "causal_lm",
+        router_replay_action: RouterReplayAction | str | None = None,
+        router_replay_manual_cleanup: bool = False,
         **loss_kwargs: Any,
     ) -> ModelOutput:
         """Forward, loss and backward of a batch; memory is bounded by `micro_batch_size` rows.
@@ -292,6 +316,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             temperature: divides the logits.
             return_logits: also return `[B, T, V]` logits.
             task: as in `forward`.
+            router_replay_action: as in `forward`.
+            router_replay_manual_cleanup: as in `forward`.
             **loss_kwargs: arguments of the loss; `advantages`, `old_logps` and the like are cut with the rows.
 
         Returns:
@@ -302,7 +328,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
                 the gradients of the unfinished step are discarded (as after any error once a gradient was added).
         """
         return self._passes.forward_backward(
-            adapter_name, inputs, micro_batch_size, temperature, return_logits, task, loss_kwargs
+            adapter_name, inputs, micro_batch_size, temperature, return_logits, task, loss_kwargs, router_replay_action
         )
 
     # Step

@@ -340,8 +340,8 @@ def parallel_of(
 
 
 def load_on_ranks(
-    load: Callable[..., tuple[Any, Path]], parallel: Replicated, on_first_alone: bool
-) -> tuple[Any, Path, Backbone]:
+    load: Callable[..., tuple[Any, Path | None]], parallel: Replicated, on_first_alone: bool
+) -> tuple[Any, Path | None, Backbone]:
     """Load a model on every rank, or only on the first; the others then get the weights when it is sharded.
 
     Args:
@@ -355,7 +355,7 @@ def load_on_ranks(
     if ranks.alone or not on_first_alone:
         model, path = ranks.together("loading the model", load)
         return model, path, Backbone.of(model)
-    loaded: list[tuple[Any, Path, Backbone]] = []
+    loaded: list[tuple[Any, Path | None, Backbone]] = []
 
     def read() -> tuple[torch.dtype, bool]:
         model, path = load()

@@ -12,11 +12,13 @@ from twinkle.data_format import ModelOutput
 from twinkle.errors import CapacityError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.model.base import Inputs
+from twinkle.model.transformers.moe.router_replay import RouterReplayAction
 from twinkle_torch.head import CHUNK_TOKENS
 from twinkle_torch.segments import Segments
 from twinkle_transformers import adapters, losses
 from twinkle_transformers.backbone import IGNORE, Backbone, Needs, check_batch, context_of, has_targets
 from twinkle_transformers.batches import (
+    PackedBatch,
     Size,
     as_rows,
     batch_size,
@@ -33,6 +35,17 @@ from twinkle_transformers.group import OptimizerGroup, Pass, Status, check_call,
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.losses import check_loss_arguments, check_rows_for
 from twinkle_transformers.memory import SHARE, Recompute
+from twinkle_transformers.router_replay import (
+    KEY,
+    RouterReplay,
+    Routes,
+    action_of,
+    in_rows,
+    in_stream,
+    place,
+    routing,
+    without_routes,
+)
 from twinkle_transformers.training import AdapterTraining, PeftAdapters
 
 Batch = dict[str, Any]
@@ -208,26 +221,28 @@ class Passes:
     # Calls
 
     def forward(
-        self, name: str | None, inputs: Inputs, temperature: float, return_logits: bool, task: str
+        self, name: str | None, inputs: Inputs, temperature: float, return_logits: bool, task: str, replay: Any
     ) -> ModelOutput:
         """Run the whole batch in one pass in training mode, and keep its graph."""
         check_call(task, temperature)
+        action = action_of(replay)
         group = self._adapters.trained(name)
-        rows = as_rows(inputs, group.encoder(self._loaded.path))
+        rows = as_rows(inputs, group.encoder(self._loaded.tokenizer_path))
         self._training.prepare(name, training=True)
-        batch = self._whole_batch(group, rows, return_logits, task)
+        batch = self._whole_batch(group, rows, return_logits, task, action)
         self._loaded.parallel.idle_passes("forward", 1)
         group.training = True
-        item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
+        item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task, action=action)
         group.train_status.passes = [item]
         return item.outputs
 
     def forward_only(
         self, name: str | None, inputs: Inputs, temperature: float, return_logits: bool, task: str,
-        micro_batch_size: int | None, disable_lora: bool, topk_logprobs: int | None,
+        micro_batch_size: int | None, disable_lora: bool, topk_logprobs: int | None, replay: Any,
     ) -> ModelOutput:  # fmt: skip
         """Run rows in evaluation mode without a graph, in micro-batches."""
         check_call(task, temperature)
+        action = action_of(replay)
         top = top_of_call(topk_logprobs)
         group = self._adapters.select(name)
         parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
@@ -236,10 +251,10 @@ class Passes:
         group.training = False
         base = disable_lora or not group.adapter_name
         with torch.no_grad(), adapters.without_adapters(self._loaded.module, base):
-            parts, batches = self._plan(group, status, parts, return_logits, task, top)
+            parts, batches = self._plan(group, status, parts, return_logits, task, top, action)
             idle = self._loaded.parallel.idle_passes("forward_only", len(parts))
             status.passes = [
-                self._pass(group, status, part, batch, temperature, return_logits, task, top)
+                self._pass(group, status, part, batch, temperature, return_logits, task, top, action)
                 for part, batch in zip(parts, batches, strict=True)
             ]
             for _ in range(idle):
@@ -264,10 +279,11 @@ class Passes:
 
     def forward_backward(
         self, name: str | None, inputs: Inputs, micro_batch_size: int | None, temperature: float, return_logits: bool,
-        task: str, loss_kwargs: dict[str, Any],
+        task: str, loss_kwargs: dict[str, Any], replay: Any,
     ) -> ModelOutput:  # fmt: skip
         """Forward, loss and backward of a batch, one micro-batch after the other."""
         check_call(task, temperature)
+        action = action_of(replay)
         group, parallel = self._adapters.trained(name), self._loaded.parallel
         group.begin_backward()
         loss = group.loss()
@@ -275,7 +291,7 @@ class Passes:
         parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
         self._training.prepare(name, training=True)
         # All batches are built first: an invalid row must not leave the gradients of earlier micro-batches behind.
-        parts, batches = self._plan(group, group.train_status, parts, return_logits, task)
+        parts, batches = self._plan(group, group.train_status, parts, return_logits, task, action=action)
         left, sizes = group.pads_left(), [batch_size(batch) for batch in batches]
         check_rows_for(loss, sizes)
         shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=left)
@@ -285,7 +301,8 @@ class Passes:
         idle = parallel.idle_passes("forward_backward", len(parts))
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
-                item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
+                status = group.train_status
+                item = self._pass(group, status, part, batch, temperature, return_logits, task, action=action)
                 losses.score(
                     group.loss_instance,
                     item,
@@ -317,7 +334,7 @@ class Passes:
         """Return encoded rows; one of several ranks may have none."""
         if not self._loaded.parallel.ranks.alone and isinstance(inputs, list | tuple) and not inputs:
             return []
-        return as_rows(inputs, group.encoder(self._loaded.path))
+        return as_rows(inputs, group.encoder(self._loaded.tokenizer_path))
 
     def _idle_pass(self, group: OptimizerGroup, status: Status, task: str) -> None:
         """Make a pass without effect: the other ranks gather the parameters that are sharded on this one."""
@@ -332,13 +349,19 @@ class Passes:
         else:
             losses.leave_to_others(group, self._loaded.on_nonfinite)
 
-    def batch(self, group: OptimizerGroup, rows: Sequence[Any]) -> Any:
+    def batch(
+        self, group: OptimizerGroup, rows: Sequence[Any], action: RouterReplayAction = RouterReplayAction.DISABLED
+    ) -> Any:
         """Return rows as the module sees them: collated, packed, or with their shared prefixes joined."""
-        backbone = self._loaded.backbone
-        batch = group.processor(rows)
+        backbone, experts = self._loaded.backbone, None
+        if action is RouterReplayAction.REPLAY_FORWARD and any(row.get(KEY) is not None for row in rows):
+            rows, experts = self._routers().take(rows, left=group.pads_left())
+        batch = group.processor(without_routes(rows))
         check_batch(batch, backbone.model)
         batch = without_padding(batch, left=group.pads_left())
-        if self._share_prefixes:
+        if experts is not None:  # rows with a shared prefix may have different experts in it
+            batch[KEY] = place(batch, experts)
+        elif self._share_prefixes:
             batch = sharing_prefixes(batch, backbone.segmenter, backbone.inputs, required=self._share_prefixes is True)
         context, width = context_of(backbone.model.config), positions(batch).width
         if context is not None and width > max(context, self._longest):
@@ -351,16 +374,21 @@ class Passes:
 
     def _pass(
         self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
-        task: str, top: int = 0,
+        task: str, top: int = 0, action: RouterReplayAction = RouterReplayAction.DISABLED,
     ) -> Pass:  # fmt: skip
         loaded, training = self._loaded, status is group.train_status
+        routes = self._routes(batch, action)
         loaded.module.train(training)
         needs = replace(losses.needs_of(group, status, return_logits, task), top=top)
 
         def forward() -> ModelOutput:
-            with loaded.autocast():
-                backbone = loaded.backbone
-                return loaded.parallel.run(backbone.model, lambda: backbone(batch, loaded.device, needs, temperature))
+            backbone = loaded.backbone
+            with loaded.autocast(), routing(routes):
+                run = loaded.parallel.run
+                output = run(backbone.model, lambda: backbone(batch, loaded.device, needs, temperature))
+            if routes is not None:
+                output["routed_experts"] = in_rows(batch, routes.used())
+            return output
 
         if not training:
             return Pass(batch, forward(), list(rows))
@@ -370,8 +398,33 @@ class Passes:
         self.recompute.prepare(size.tokens, size.width, group.adapter_name, masked, packed=size.packed, beside=beside)
         return Pass(batch, self.recompute.run(forward), list(rows))
 
+    def _routers(self) -> RouterReplay:
+        if (routers := self._loaded.routers) is None:
+            raise TrainingStateError(
+                "router_replay_action requires a model that was built with enable_router_replay=True; build it so, or "
+                "leave router_replay_action out"
+            )
+        return routers
+
+    def _routes(self, batch: Any, action: RouterReplayAction) -> Routes | None:
+        """Return what a pass records, and perhaps replays; None if it does neither."""
+        if action is RouterReplayAction.DISABLED:
+            return None
+        if isinstance(batch, PackedBatch):
+            self._loaded.backbone.segmenter.check()  # it is measured by passes of its own, which are not recorded
+        if action is RouterReplayAction.RECORD:
+            return self._routers().recording()
+        return self._routers().replaying(in_stream(batch, batch[KEY])) if KEY in batch else None
+
     def _plan(
-        self, group: OptimizerGroup, status: Status, parts: Any, return_logits: bool, task: str, top: int = 0
+        self,
+        group: OptimizerGroup,
+        status: Status,
+        parts: Any,
+        return_logits: bool,
+        task: str,
+        top: int = 0,
+        action: RouterReplayAction = RouterReplayAction.DISABLED,
     ) -> tuple[list[Any], list[Any]]:
         """Return the rows of each pass and their batches, cut so that passes fit into memory."""
         loss = group.loss_instance
@@ -379,14 +432,16 @@ class Passes:
         common = replace(common, together=rows_together(loss), splittable=bool(getattr(loss, "splittable", True)))
         if not common.splittable:
             common = replace(common, advice="the loss compares all rows of a call: give fewer rows, or free memory")
-        return self.budget.plan(parts, lambda rows: self.batch(group, rows), common)
+        return self.budget.plan(parts, lambda rows: self.batch(group, rows, action), common)
 
-    def _whole_batch(self, group: OptimizerGroup, rows: Any, return_logits: bool, task: str) -> Any:
+    def _whole_batch(
+        self, group: OptimizerGroup, rows: Any, return_logits: bool, task: str, action: RouterReplayAction
+    ) -> Any:
         """Return the batch of rows whose graph is kept, which must be computed in one pass."""
         common = self._common(group, group.train_status, return_logits, task)
         advice = "give fewer rows, or call forward_backward, which computes them in several passes"
         common = replace(common, splittable=False, advice=advice)
-        return self.budget.plan([rows], lambda part: self.batch(group, part), common)[1][0]
+        return self.budget.plan([rows], lambda part: self.batch(group, part, action), common)[1][0]
 
     def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> PassKind:
         needs = replace(losses.needs_of(group, status, return_logits, task), top=top)

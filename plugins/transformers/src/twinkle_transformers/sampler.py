@@ -17,7 +17,9 @@ from twinkle.sampler import Sampler
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import context_of
 from twinkle_transformers.lowrank.layout import AdapterVersion
+from twinkle_transformers.router_replay import RouterReplay
 from twinkle_transformers.sampling.engine import Limits, SamplingService
+from twinkle_transformers.sampling.engine_args import read_engine_args
 from twinkle_transformers.sampling.grammars import Grammar, Grammars
 from twinkle_transformers.sampling.requests import (
     Prompt,
@@ -68,6 +70,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         prefix_cache_bytes: int | None = None,
         prefill_tokens: int = 512,
         batch_invariant: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Load weights, or share those of a live model.
@@ -89,13 +92,28 @@ class TorchSampler(ReceivesWeights, Sampler):
                 slower.
             batch_invariant: pad every step to a multiple of 8 rows and share no prefixes, so that the same kernels
                 compute a row in any batch. Otherwise results may differ by rounding, about 1e-6.
+            engine_args: the published form of options: those of vLLM's engine. `max_num_seqs` is `max_batch_size`,
+                `max_num_batched_tokens` is `prefill_tokens`, `enable_prefix_caching=False` is `prefix_cache_bytes=0`,
+                `max_model_len` limits a prompt with its sample, `dtype` and `trust_remote_code` are those of loading,
+                and `enable_return_routed_experts=True` records the experts of mixture models, for
+                `router_replay_action` of the trainer. Options that only tune vLLM are checked and have no effect.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:
             ArgumentError: both or neither of `model_id` and `model`, or options that do not apply to them.
             ModelLoadError: the weights cannot be loaded.
             CheckpointError: the adapter is missing or belongs to another model.
+            Unsupported: an option of `engine_args` that this sampler does not have, or experts of a model without
+                routers.
         """
+        engine = read_engine_args(engine_args)
+        given = {
+            "max_batch_size": (max_batch_size, 32), "prefill_tokens": (prefill_tokens, 512), "dtype": (dtype, "auto"),
+            "prefix_cache_bytes": (prefix_cache_bytes, None),
+        }  # fmt: skip
+        kwargs = engine.merged(given, kwargs)
+        max_batch_size, prefill_tokens, dtype, prefix_cache_bytes = (kwargs.pop(name) for name in given)
+        self._max_length = engine.max_length
         if (model_id is None) == (model is None):
             raise ArgumentError("TorchSampler: give either model_id= (its own weights) or model= (a live model)")
         limits = Limits(max_batch_size, cache_bytes, prefix_cache_bytes, prefill_tokens, 8 if batch_invariant else 1)
@@ -107,17 +125,22 @@ class TorchSampler(ReceivesWeights, Sampler):
         if model_id is not None:
             device = device if device is not None else Platform.get_local_device()
             self._source = OwnWeights(model_id, adapter_path=adapter_path, dtype=dtype, device=device, **kwargs)
-            self._service = SamplingService(self._source, limits)
+            self._service = self._serve(limits, engine.routed_experts)
             if adapter_path is not None:
                 self._source.pick("", None, self._service.runner)
             return
-        given = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
-        if surplus := [*kwargs, *(name for name, is_given in given.items() if is_given)]:
+        unusable = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
+        if surplus := [*kwargs, *(name for name, is_given in unusable.items() if is_given)]:
             raise ArgumentError(
                 f"TorchSampler: {', '.join(surplus)} cannot be set for a shared model; give model_id= to load weights"
             )
         self._source = SharedModel(model)
-        self._service = SamplingService(self._source, limits)
+        self._service = self._serve(limits, engine.routed_experts)
+
+    def _serve(self, limits: Limits, records_experts: bool) -> SamplingService:
+        if records_experts:
+            RouterReplay.of(self._source.base)  # an error now, rather than at the first call
+        return SamplingService(self._source, limits, records_experts=records_experts)
 
     @property
     def model(self) -> nn.Module:
@@ -134,6 +157,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         adapter_name: str | Sequence[str | None] | None = "",
         adapter_path: str | Path | None = None,
         *,
+        return_encoded: bool = False,
         use_base_model: bool = False,
         adapter_version: AdapterVersion | None = None,
         num_samples: int | None = None,
@@ -149,6 +173,8 @@ class TorchSampler(ReceivesWeights, Sampler):
             adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; "" is the live model's
                 active adapter, or the sampler's default one; None is the base model. A list has one for each input.
             adapter_path: the folder of a PEFT adapter to sample with; a shared model reads it without adding it.
+            return_encoded: require the encoded rows (`new_input_feature`), which are returned in any case where the
+                sampler has a tokenizer: an error without one.
             use_base_model: sample without any adapter.
             adapter_version: instead, fixed weights: the result of `read_adapter`, or of a pool's `version`.
             num_samples: overrides `sampling_params.num_samples`.
@@ -157,10 +183,12 @@ class TorchSampler(ReceivesWeights, Sampler):
             DataError: an input is empty, too long for the model's context, or contains ids outside its vocabulary.
             ArgumentError: an unknown adapter, or arguments that exclude each other.
             CheckpointError: the adapter is missing or belongs to another model.
-            TrainingStateError: text is needed but no template is set.
+            TrainingStateError: text or `return_encoded` needs a template, and none is set.
             CapacityError: a row's keys and values could never fit into `cache_bytes`.
             NonFiniteError: the model's logits, or the weights of an adapter, are NaN.
         """
+        if return_encoded:
+            _ = self.template
         handles = self._submit(
             as_list(inputs),
             _params(sampling_params, num_samples),
@@ -265,7 +293,8 @@ class TorchSampler(ReceivesWeights, Sampler):
         base = self._source.base
         vocabulary = int(base.get_input_embeddings().weight.shape[0])
         ids = [token_ids(feature, row, vocabulary) for row, feature in enumerate(features)]
-        max_new_tokens = max_new_tokens_of(ids, params.max_tokens, context_of(base.config))
+        contexts = [size for size in (context_of(base.config), self._max_length) if size is not None]
+        max_new_tokens = max_new_tokens_of(ids, params.max_tokens, min(contexts, default=None))
         if params.max_tokens is None and self._service.engine is not None:
             longest = self._service.engine.longest
             max_new_tokens = [
@@ -401,6 +430,10 @@ class TorchSampler(ReceivesWeights, Sampler):
         self, feature: InputFeature, draft: SequenceState, params: SamplingParams, stop: StopRule
     ) -> SampledSequence:
         readable = stop.tokenizer is not None
+        row = self.template.concat_input_feature(feature, draft.tokens) if readable and draft.tokens else None
+        experts = None if draft.experts is None else draft.experts.numpy()
+        if row is not None and experts is not None:
+            row["routed_experts"] = experts
         return SampledSequence(
             stop_reason=draft.reason or "error",
             tokens=draft.tokens,
@@ -409,9 +442,8 @@ class TorchSampler(ReceivesWeights, Sampler):
             sampled_logprobs=draft.sampled if params.sampled_logprobs else None,
             raw_logprobs=draft.raw if params.raw_logprobs else None,
             decoded=stop.trim(draft.tokens) if readable else None,
-            new_input_feature=(
-                self.template.concat_input_feature(feature, draft.tokens) if readable and draft.tokens else None
-            ),
+            new_input_feature=row,
+            routed_experts=experts,
         )
 
 

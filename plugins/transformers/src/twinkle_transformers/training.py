@@ -256,10 +256,11 @@ class AdapterTraining:
         group.lr_scheduler = build_scheduler(scheduler_cls, group.optimizer, **kwargs)
 
     def set_template(self, name: str | None, template_cls: Any, kwargs: dict[str, Any]) -> None:
-        """Set the template; `model_id` is the model's folder unless given."""
+        """Set the template; `model_id` is the folder of the model's tokenizer unless given."""
         resolved = registry().resolve(template_cls, "template")
-        if isinstance(resolved, type) and "tokenizer" not in kwargs:
-            kwargs.setdefault("model_id", str(self._loaded.path))
+        folder = self._loaded.tokenizer_path
+        if isinstance(resolved, type) and "tokenizer" not in kwargs and folder is not None:
+            kwargs.setdefault("model_id", str(folder))
         self._adapters.group(name).template = registry().build(resolved, "template", **kwargs)
 
     def set_processor(self, name: str | None, processor_cls: Any, kwargs: dict[str, Any]) -> None:

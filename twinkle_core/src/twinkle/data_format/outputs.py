@@ -1,8 +1,9 @@
 """Return values of a model's forward and of a loss."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from twinkle.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,12 @@ class ModelOutput(TypedDict, total=False):
     routed_experts: Any
 
 
-@dataclass(frozen=True, slots=True)
-class LossOutput:
+class LossOutput(Mapping[str, Any]):
     """The return value of a loss: a sum and its denominator, both additive over any split of the rows.
+
+    Create it as `LossOutput(loss_sum, denominator)`, or in the published form `LossOutput(loss=..., num_tokens=...)`.
+    Read it by its attributes, or as the published mapping with the keys `loss` (the sum) and `num_tokens` (the
+    denominator).
 
     Attributes:
         loss_sum: scalar tensor with gradient: the loss summed over the units that the loss counts.
@@ -57,8 +61,61 @@ class LossOutput:
             divides the sum of `loss_sum` by the sum of `denominator` over ranks, micro-batches and accumulation
             steps, once, at the step.
         metrics: numbers worth logging, as sums with the same denominator; `LossMetric` divides and reports them.
+        is_mean: whether `loss_sum` is already a mean, which the published `num_tokens=0` states. A mean is accepted
+            only for a batch in one piece, because means of parts cannot be added.
     """
 
-    loss_sum: "torch.Tensor"
-    denominator: "float | torch.Tensor"
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    __slots__ = ("denominator", "is_mean", "loss_sum", "metrics")
+
+    def __init__(
+        self,
+        loss_sum: "torch.Tensor | None" = None,
+        denominator: "float | torch.Tensor | None" = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        loss: "torch.Tensor | None" = None,
+        num_tokens: "float | torch.Tensor | None" = None,
+    ) -> None:
+        """Create it from a sum and its denominator, under our names or the published ones.
+
+        Args:
+            loss_sum: see the class.
+            denominator: see the class.
+            metrics: see the class; None is none.
+            loss: published name of `loss_sum`.
+            num_tokens: published name of `denominator`; 0 states that `loss` is already a mean.
+
+        Raises:
+            ArgumentError: a number is missing, or given under both names.
+        """
+        given = {"loss_sum": loss_sum, "denominator": denominator, "loss": loss, "num_tokens": num_tokens}
+        names = {name for name, value in given.items() if value is not None}
+        if names not in ({"loss_sum", "denominator"}, {"loss", "num_tokens"}):
+            raise ArgumentError(
+                f"LossOutput got {', '.join(sorted(names)) or 'nothing'}; give LossOutput(loss_sum, denominator), or "
+                "LossOutput(loss=..., num_tokens=...) with num_tokens=0 if the loss is already a mean"
+            )
+        self.loss_sum: torch.Tensor = loss if loss_sum is None else loss_sum  # type: ignore[assignment]
+        self.denominator: float | torch.Tensor = num_tokens if denominator is None else denominator  # type: ignore[assignment]
+        self.metrics: Mapping[str, float] = {} if metrics is None else metrics
+        self.is_mean = num_tokens is not None and float(num_tokens) == 0
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the sum (`loss`) or its denominator (`num_tokens`)."""
+        if key not in _PUBLISHED:
+            raise KeyError(key)
+        return getattr(self, _PUBLISHED[key])
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the published keys."""
+        return iter(_PUBLISHED)
+
+    def __len__(self) -> int:
+        """Return the number of published keys."""
+        return len(_PUBLISHED)
+
+    def __repr__(self) -> str:
+        return f"LossOutput(loss_sum={self.loss_sum!r}, denominator={self.denominator!r}, metrics={self.metrics!r})"
+
+
+_PUBLISHED = {"loss": "loss_sum", "num_tokens": "denominator"}

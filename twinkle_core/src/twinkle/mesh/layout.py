@@ -195,33 +195,38 @@ class DeviceMesh:
     # This process's place
 
     @property
-    def dp_rank(self) -> int:
-        """Index of this process along `dp`."""
-        return self._index("dp")
+    def dp_rank(self) -> int | None:
+        """Index of this process along `dp`; None if the mesh does not have the dimension."""
+        return self._index("dp") if self.has_dim("dp") else None
 
     @property
-    def fsdp_rank(self) -> int:
-        """Index of this process along `fsdp`."""
-        return self._index("fsdp")
+    def fsdp_rank(self) -> int | None:
+        """Index of this process along `fsdp`; None if the mesh does not have the dimension."""
+        return self._index("fsdp") if self.has_dim("fsdp") else None
 
     @property
-    def tp_rank(self) -> int:
-        """Index of this process along `tp`."""
-        return self._index("tp")
+    def tp_rank(self) -> int | None:
+        """Index of this process along `tp`; None if the mesh does not have the dimension."""
+        return self._index("tp") if self.has_dim("tp") else None
 
     @property
-    def pp_rank(self) -> int:
-        """Index of this process along `pp`: its pipeline stage."""
-        return self._index("pp")
+    def pp_rank(self) -> int | None:
+        """Index of this process along `pp`: its pipeline stage; None if the mesh does not have the dimension."""
+        return self._index("pp") if self.has_dim("pp") else None
 
     @property
-    def cp_rank(self) -> int:
-        """Index of this process along `cp`."""
-        return self._index("cp")
+    def cp_rank(self) -> int | None:
+        """Index of this process along `cp`; None if the mesh does not have the dimension."""
+        return self._index("cp") if self.has_dim("cp") else None
 
     @property
-    def ep_rank(self) -> int:
-        """Index of this process among the ranks that divide the experts (`etp` varies faster than `ep`)."""
+    def ep_rank(self) -> int | None:
+        """Index of this process among the ranks that divide the experts; None without `ep_size`.
+
+        `etp` varies faster than `ep`.
+        """
+        if self.ep_size is None:
+            return None
         return self._place_in_stage() // self.etp_world_size % self.ep_world_size
 
     @property
@@ -378,7 +383,7 @@ class DeviceMesh:
         return place[self.mesh_dim_names.index(dim)] if self.has_dim(dim) else 0
 
     def _place_in_stage(self) -> int:
-        return self._select("pp", self.pp_rank).index(_own_rank())
+        return self._select("pp", self._index("pp")).index(_own_rank())
 
     def _select(self, dim: str, index: int) -> list[int]:
         chosen = self.mesh.take(index, axis=self.mesh_dim_names.index(dim)) if self.has_dim(dim) else self.mesh

@@ -32,8 +32,9 @@ class Metric(ABC):
         """Add the values of one call.
 
         Args:
-            inputs: the collated batch, `labels` int64 `[B, T]`.
-            outputs: outputs of the forward and of the loss (`loss`, `loss_sum`, `num_tokens`, `logps`, ...).
+            inputs: the collated batch, `labels` int64 `[B, T]`; our metrics also accept a list of encoded rows.
+            outputs: outputs of the forward and of the loss (`loss`, `loss_sum`, `num_tokens`, `logps`, ...); our
+                metrics also accept lists with one entry for each row.
             **kwargs: `lr`, `step`, `gradient_accumulation_steps`, `grad_norm` and the per-row loss arguments.
         """
 

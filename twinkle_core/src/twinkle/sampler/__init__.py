@@ -2,7 +2,8 @@
 
 from twinkle._registry import lazy_names
 from twinkle.sampler.base import Sampler
+from twinkle.sampler.base_engine import BaseSamplerEngine
 
-__all__ = ["Sampler"]
+__all__ = ["BaseSamplerEngine", "Sampler"]
 
 __getattr__, __dir__ = lazy_names(__name__, "sampler")

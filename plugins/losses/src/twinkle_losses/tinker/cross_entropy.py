@@ -3,7 +3,7 @@
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import output
+from twinkle_losses.options import score
 
 
 class CrossEntropy(Loss):
@@ -28,7 +28,7 @@ class CrossEntropy(Loss):
         """
         import torch
 
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", self)
         labels, weights = inputs["labels"], inputs.get("loss_scale")
         if tuple(getattr(labels, "shape", ())) != tuple(logps.shape) or labels.is_floating_point():
             raise DataError(

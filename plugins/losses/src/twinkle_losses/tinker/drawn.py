@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
-from twinkle_losses.options import number, output
+from twinkle_losses.options import number, score
 from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Drawn:
             ArgumentError: an argument is missing, or its lengths are not those of the rows.
             DataError: labels are not one token a position.
         """
-        logps = output(outputs, "logps", loss, "call with task='causal_lm', on rows with labels")
+        logps = score(inputs, outputs, "logps", loss)
         where = Trained.of(inputs, logps, -100, loss)
         old = where.align("old_logps", given(loss, "old_logps", old_logps), logps)
         weights = where.align("advantages", given(loss, "advantages", advantages), logps)

@@ -85,6 +85,11 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
             )
         check_sharing(share_prefixes)
         limits = PoolLimits(max_loras, max_r, max_length, target_modules)
+        if kwargs.get("enable_router_replay"):
+            raise Unsupported(
+                "MultiLoraTransformersModel: enable_router_replay is for TransformersModel; a pass of several adapters "
+                "has rows of several callers, and experts are not recorded for each"
+            )
         loaded = LoadedModel(model_cls, model_id, config, device_mesh, mixed_precision, **kwargs)
         if loaded.parallel.in_lockstep:
             raise Unsupported("MultiLoraTransformersModel: a mesh with fsdp shards the base model; use dp alone")
@@ -94,7 +99,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         self.mixed_precision, self.on_nonfinite = loaded.mixed_precision, loaded.on_nonfinite
         self.pool = LoraPool(
             loaded.backbone, loaded.device, loaded.autocast, loaded.compute_dtype, loaded.new_recompute,
-            loaded.new_group, OptimizerGroup("").encoder(loaded.path), tokens_per_pass=tokens_per_pass,
+            loaded.new_group, OptimizerGroup("").encoder(loaded.tokenizer_path), tokens_per_pass=tokens_per_pass,
             on_nonfinite=loaded.on_nonfinite, adapter_memory=adapter_memory, host_memory=host_memory,
             parallel=loaded.parallel, share_prefixes=share_prefixes,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, CapacityError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence
+from twinkle_transformers.router_replay import RouterReplay
 from twinkle_transformers.sampling.decode_loop import WholeCalls, broken_logits, more_logprobs
 from twinkle_transformers.sampling.kv_cache import (
     BLOCK,
@@ -242,6 +243,8 @@ class StepPlanner:
             choose(logits, [(request, drafts[index]) for index in chunk])
         if request.error is None:
             self._cache_prefix(request, request.slots[0], request.prompt.ids)
+            for draft in (draft for draft in drafts if draft.reason is not None):
+                self._note_experts(request, draft, request.slots[0])
         request.pending.extend(draft for draft in request.result.drafts if draft.reason is None)
         request.idle.extend(request.slots)
         request.read = len(request.prompt.ids)
@@ -262,6 +265,7 @@ class StepPlanner:
             if request.over:
                 continue
             self._cache_prefix(request, running.slot, request.prompt.ids + running.draft.tokens[:-1])
+            self._note_experts(request, running.draft, running.slot)
             if request.pending and (len(request.slots) == 1 or not self.waiting):
                 request.idle.append(running.slot)
             else:
@@ -285,6 +289,11 @@ class StepPlanner:
     def _cache_prefix(self, request: Request, slot: CacheSlot, tokens: list[int]) -> None:
         if not request.stale:
             self.prefixes.add(request.key, tokens, self.kv_manager.store, slot.index)
+
+    def _note_experts(self, request: Request, draft: SequenceState, slot: CacheSlot) -> None:
+        """Keep the experts of all tokens that were read of a finished sample: all but the last one."""
+        tokens = len(request.prompt.ids) + len(draft.tokens) - 1
+        draft.experts = self.runner.experts_of(self.kv_manager.store, slot.index, tokens)
 
     def _free(self, request: Request, slot: CacheSlot) -> None:
         request.slots.remove(slot)
@@ -553,14 +562,15 @@ class SamplingService:
         gate: lock that prevents new requests.
     """
 
-    def __init__(self, source: Source, limits: Limits) -> None:
+    def __init__(self, source: Source, limits: Limits, *, records_experts: bool = False) -> None:
         """Create the service; the model is measured at the first call.
 
         Args:
             source: the module and its adapters.
             limits: limits of the engine.
+            records_experts: whether to record the experts that routers choose.
         """
-        self.source, self._limits = source, limits
+        self.source, self._limits, self._records_experts = source, limits, records_experts
         self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch, self._bytes)
         self._engine: StepEngine | None = None
         self._model: Any = None
@@ -623,6 +633,12 @@ class SamplingService:
         for request, chosen in zip(requests, picks, strict=True):
             if engine is not None and not chosen.whole:
                 engine.check(request)
+            elif self._records_experts:
+                reason = self.evidence.reason if engine is None and self.evidence else "its adapter cannot"
+                raise Unsupported(
+                    f"enable_return_routed_experts: {type(self.source.base).__name__} is not sampled step by step "
+                    f"({reason}), and experts are recorded only so; record them with forward_only of the trainer"
+                )
         served: list[tuple[Request, Server]] = []
         for request, chosen in zip(requests, picks, strict=True):
             if engine is None or chosen.whole:
@@ -649,7 +665,8 @@ class SamplingService:
                 yield
 
     def _build(self, model: Any) -> StepEngine | None:
-        runner = Runner(model, row_multiple=self._limits.row_multiple, backbone=self.source.backbone)
+        routers = RouterReplay.of(model) if self._records_experts else None
+        runner = Runner(model, row_multiple=self._limits.row_multiple, backbone=self.source.backbone, routers=routers)
         self._judged = runner
         try:
             with self.source.stepping():

@@ -50,16 +50,20 @@ class KVCache:
         values: values of each layer, views.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[LayerShape], device: torch.device, experts: int = 0) -> None:
         """Create an empty cache.
 
         Args:
             layers: shapes of the layers, in the order in which the model calls them.
             device: device of the model.
+            experts: number of chosen experts to store for each token, in all layers together.
         """
         self.layers, self.device = tuple(layers), device
-        self.token_bytes = sum(layer.bytes for layer in layers)
+        self.token_bytes = sum(layer.bytes for layer in layers) + experts * torch.int16.itemsize
         kinds: dict[Any, int] = {}
+        self._experts = (1, experts, torch.int16)
+        if experts:
+            kinds[self._experts] = 1
         self._places: list[tuple[tuple[Any, int], tuple[Any, int]]] = []
         for layer in layers:
             pair = []
@@ -93,6 +97,11 @@ class KVCache:
         self.slots, self.capacity = slots, capacity
         self.keys = [self._pools[kind][member] for (kind, member), _ in self._places]
         self.values = [self._pools[kind][member] for _, (kind, member) in self._places]
+
+    @property
+    def experts(self) -> Tensor:
+        """The experts of each token, int16 `[slots, capacity, experts]`, a view."""
+        return self._pools[self._experts][0, :, 0]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of one slot to another."""

@@ -417,7 +417,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class SequenceState:
-    """A sequence that is being sampled: its prompt, tokens, requested log-probabilities, and the stop reason."""
+    """A sequence that is being sampled: prompt, tokens, requested log-probabilities, stop reason, recorded experts."""
 
     row: int
     sample: int
@@ -430,6 +430,7 @@ class SequenceState:
     sampled: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     reason: StopReason | None = None
+    experts: Tensor | None = None
 
     def take(self, token: int) -> None:
         """Append a token, and set the stop reason if the sequence ends with it."""

@@ -24,6 +24,8 @@ from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups, runs
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
+from twinkle_transformers.router_replay import RouterReplay
+from twinkle_transformers.router_replay import routing as routing_experts
 from twinkle_transformers.sampling.adapters import Banks, sites_of
 from twinkle_transformers.sampling.attention import AttentionMetadata, CacheScope, TokenSpan
 from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
@@ -165,15 +167,19 @@ class Runner:
         evidence: measurement by `store`; None before.
     """
 
-    def __init__(self, model: Any, *, row_multiple: int = 1, backbone: Backbone | None = None) -> None:
+    def __init__(
+        self, model: Any, *, row_multiple: int = 1, backbone: Backbone | None = None,
+        routers: RouterReplay | None = None,
+    ) -> None:  # fmt: skip
         """Inspect the model, without running it.
 
         Args:
             model: the Hugging Face module; layers inside may be wrapped by PEFT.
             row_multiple: steps are padded to a multiple of this number of rows.
             backbone: the model as body and head, with its evidence, if it was measured before.
+            routers: records the experts of each token into the KV cache; None records nothing.
         """
-        self.model, self.row_multiple = model, row_multiple
+        self.model, self.row_multiple, self.routers = model, row_multiple, routers
         weight = model.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.vocabulary = int(weight.shape[0])
@@ -244,7 +250,8 @@ class Runner:
         """Return an empty KV cache with the shapes of the layers, measured by a forward of one token."""
         probe = _Probe(self._switch)
         self._body(probe_tokens(1, self.vocabulary), probe)
-        return KVCache(probe.layers, self.device)
+        experts = 0 if self.routers is None else len(self.routers.layers) * self.routers.count
+        return KVCache(probe.layers, self.device, experts)
 
     def read(self, pieces: Sequence[Piece], store: KVCache) -> Read:
         """Run one step; keys and values are written to the KV cache, from the start of each piece on."""
@@ -252,9 +259,21 @@ class Runner:
             _ = self.sites  # installs the low-rank forward
         stream = lay_out(pieces, self.device, self.row_multiple)
         routing = self.route(stream.owners)
-        with CacheScope(stream.metadata, store, self._switch, routing):
+        routes = None if self.routers is None else self.routers.recording()
+        with CacheScope(stream.metadata, store, self._switch, routing), routing_experts(routes):
             hidden = self._run(stream.ids, stream.positions)
+        if routes is not None:
+            experts = routes.used().flatten(1)
+            for piece, first in zip(pieces, stream.firsts, strict=True):
+                count = len(piece.tokens)
+                store.experts[piece.slot, piece.start : piece.start + count] = experts[first : first + count]
         return Read(stream, hidden)
+
+    def experts_of(self, store: KVCache, slot: int, tokens: int) -> Tensor | None:
+        """Return the experts of the first tokens of a slot, int16 `[tokens, layers, k]` on the CPU; None if unknown."""
+        if self.routers is None:
+            return None
+        return store.experts[slot, :tokens].cpu().view(tokens, len(self.routers.layers), self.routers.count)
 
     def logits(self, read: Read, rows: Sequence[int]) -> Tensor:
         """Return the logits `[n, V]` of rows of the stream, in ascending order, float32 or wider."""

@@ -291,7 +291,11 @@ class SharedModel(Source):
         """The folder or id of the live model, if it has one."""
         if isinstance(self._model, nn.Module):
             return None
-        found = getattr(self._model, "model_path", None) or getattr(self._model, "model_id", None)
+        found = (
+            getattr(self._model, "tokenizer_path", None)
+            or getattr(self._model, "model_path", None)
+            or getattr(self._model, "model_id", None)
+        )
         return None if found is None else str(found)
 
     @property

@@ -122,7 +122,7 @@ def fields_of(spec: ComponentSpec) -> dict[str, Any]:
 
 def _check_result(raw: Any, name: str) -> dict[str, Any]:
     """Return the result of a loss as tensors and numbers; raise if it is invalid."""
-    if isinstance(raw, LossOutput):
+    if isinstance(raw, LossOutput) and not raw.is_mean:
         result: dict[str, Any] = {
             "loss_sum": raw.loss_sum,
             "denominator": float(raw.denominator),

@@ -1,0 +1,1 @@
+"""Published path of what concerns mixture-of-experts models."""

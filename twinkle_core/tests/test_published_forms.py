@@ -1,0 +1,36 @@
+"""Published forms of core: mesh ranks of absent dimensions, the platform, errors of values, paths of models."""
+
+import pytest
+
+from twinkle import DeviceMesh, Platform
+from twinkle.errors import ArgumentError, TwinkleError
+
+
+def test_ranks_of_absent_dimensions_are_none() -> None:
+    mesh = DeviceMesh.from_sizes(dp_size=1)
+    assert mesh.dp_rank == 0
+    assert [mesh.fsdp_rank, mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.ep_rank] == [None] * 5
+    assert (mesh.data_rank, mesh.tp_world_size, mesh.get_slice(3)) == (0, 1, slice(0, 3))
+    assert mesh.is_pp_last_rank()
+    assert DeviceMesh.from_sizes(fsdp_size=1, ep_size=1).ep_rank == 0
+
+
+def test_the_platform_has_its_published_name() -> None:
+    assert Platform.get_platform() is Platform.get()
+    assert Platform.get_platform("cuda") is Platform.get("GPU")
+
+
+def test_an_argument_error_is_a_type_error_and_a_value_error() -> None:
+    assert issubclass(ArgumentError, TypeError)
+    assert issubclass(ArgumentError, ValueError)
+    assert issubclass(ArgumentError, TwinkleError)
+
+
+def test_models_have_their_published_paths() -> None:
+    from twinkle.model import transformers
+    from twinkle.model.transformers.moe.router_replay import RouterReplayAction
+
+    assert dir(transformers) == ["MultiLoraTransformersModel", "TransformersModel"]
+    assert RouterReplayAction("replay_forward") is RouterReplayAction.REPLAY_FORWARD == "replay_forward"
+    with pytest.raises(AttributeError, match="NoSuchModel"):
+        _ = transformers.NoSuchModel
