@@ -22,3 +22,4 @@ class Rollout(ABC):
 
 from twinkle_agentic.rollout.api_multi_turn import APIMultiTurnRollout as APIMultiTurnRollout
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout as MultiTurnRollout
+from twinkle_agentic.rollout.multi_turn_condense import MultiTurnCondenseRollout as MultiTurnCondenseRollout

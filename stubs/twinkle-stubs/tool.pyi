@@ -26,3 +26,4 @@ class Tool(ABC):
 
 from twinkle_agentic.envs.env_tool import EnvTool as EnvTool
 from twinkle_agentic.tools.calculator import CalculatorTool as CalculatorTool
+from twinkle_agentic.tools.extract_condensed import ExtractCondensed as ExtractCondensed

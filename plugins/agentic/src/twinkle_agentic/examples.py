@@ -132,6 +132,25 @@ def rollout() -> dict[str, Any]:
     return {"kwargs": {"sampler": sampler, "tool_manager": ToolManager([CalculatorTool()])}}
 
 
+def condense_rollout() -> dict[str, Any]:
+    """The same with questions that are condensed where they are long."""
+    from twinkle_agentic.chunker import NativeChunker
+    from twinkle_agentic.condenser import KeywordCondenser
+
+    kwargs = rollout()["kwargs"]
+    parts = {"template": kwargs["sampler"].template, "chunker": NativeChunker(), "condenser": KeywordCondenser()}
+    return {"kwargs": {**kwargs, **parts}}
+
+
+def extract_condensed() -> dict[str, Any]:
+    """One condensed block."""
+    from twinkle_agentic.data_format import Chunk, Chunks
+
+    raw = {"condensed": True, "original": "blue and green"}
+    chunks = Chunks([Chunk(type="text", content="blue", role="user", raw=raw)])
+    return {"kwargs": {"chunks": chunks}, "arguments": {"blocks": 1}, "result": "blue and green"}
+
+
 def api_rollout() -> dict[str, Any]:
     """The same with a service."""
     return {"kwargs": {"api": ScriptedAPI([_CALL, "It is 5."]), "tool_manager": ToolManager([CalculatorTool()])}}

@@ -87,18 +87,21 @@ def _truth(given: Any, key: str) -> Any:
     found = user_data_get(given.get("user_data"), key)
     if found is None and given.get("messages"):
         return answer(given)  # type: ignore[arg-type]
-    if isinstance(found, int | float) and isinstance(text := _stored(given["user_data"], key), str):
-        return text  # as it was written: "1.50" and "1e5" are not 1.5 and 100000.0
-    return found
+    stored = _stored(given.get("user_data") or (), key)
+    if len(stored) > 1:
+        return [_as_written(value, user_data_get({key: value}, key)) for value in stored]
+    return _as_written(stored[0], found) if stored else found
 
 
-def _stored(user_data: Any, key: str) -> Any:
-    """Return what `user_data` stores under a key, which it has."""
+def _as_written(stored: Any, decoded: Any) -> Any:
+    """Return a number as the text that was stored: "1.50" and "1e5" are not 1.5 and 100000.0."""
+    return stored if isinstance(stored, str) and isinstance(decoded, int | float) else decoded
+
+
+def _stored(user_data: Any, key: str) -> list[Any]:
+    """Return all values that `user_data` stores under a key."""
     if isinstance(user_data, Mapping):
-        return user_data[key]
-    for item in user_data:
-        if isinstance(item, Mapping) and key in item:
-            return item[key]
-        if not isinstance(item, Mapping) and item[0] == key:
-            return item[1]
-    return None
+        return [user_data[key]] if key in user_data else []
+    pairs = [item for item in user_data if not isinstance(item, Mapping)]
+    found = [item[key] for item in user_data if isinstance(item, Mapping) and key in item]
+    return found + [value for name, value in pairs if name == key]
