@@ -1,5 +1,5 @@
 # Written by `twinkle plugins types`; do not edit.
-"""The service: `launch_server` and `ServerLauncher`, which the package twinkle-server offers."""
+"""The published namespace of the service; plugins such as twinkle-server and twinkle-client fill it."""
 
 from twinkle._registry import lazy_names
 
