@@ -69,8 +69,8 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     application.state.state.data, application.state.state.uploads = data, uploads
     service.janitor.add("data resources", min(10.0, settings.times.session / 4), data.sweep)
     service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
-    add_routes(application.router, data_routes.router, NATIVE)
-    add_routes(application.router, upload_routes.router, NATIVE)
+    add_routes(application.router, data_routes.router, native.PREFIX)
+    add_routes(application.router, upload_routes.router, native.PREFIX)
     metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
     add_routes(application.router, health_routes(service.ready, status, metrics, access))
@@ -162,7 +162,6 @@ class ErrorMiddleware:
 
 
 PREFIX = "/api/v1"
-NATIVE = "/twinkle"
 _UPLOADS = 2.0  # seconds
 # Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
