@@ -96,6 +96,47 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Log level on standard error; `debug` logs every operation.",
 )
 @click.option(
+    "--data-set",
+    "data_sets",
+    multiple=True,
+    metavar="ID=PLACE",
+    help="A data set that requests may name: a file, a folder or a hub's id by the id that clients use; repeatable.",
+)
+@click.option(
+    "--data-hub",
+    "data_hubs",
+    multiple=True,
+    type=click.Choice(["hf", "ms"]),
+    help="A hub from which requests may load data sets and tokenizers; repeatable. By default none.",
+)
+@click.option(
+    "--data-resources",
+    default=16,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Data sets, loaders and other data resources of a tenant; 0 turns them off.",
+)
+@click.option(
+    "--data-memory-mb",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(64),
+    help="Memory limit of the process of a data resource.",
+)
+@click.option(
+    "--data-seconds",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Time limit of one call of a data resource.",
+)
+@click.option(
+    "--uploads/--no-uploads",
+    default=True,
+    show_default=True,
+    help="Upload checkpoints to Hugging Face and ModelScope for tenants, with their own tokens.",
+)
+@click.option(
     "--backend",
     metavar="NAME",
     help="The engine that trains and samples (`twinkle plugins list engine`). By default the only installed one.",
@@ -120,6 +161,12 @@ def main(
     take_over: bool,
     accept_base: bool,
     trash_hours: float,
+    data_sets: tuple[str, ...],
+    data_hubs: tuple[str, ...],
+    data_resources: int,
+    data_memory_mb: int,
+    data_seconds: float,
+    uploads: bool,
     log_level: str,
     backend: str | None,
 ) -> None:
@@ -129,6 +176,8 @@ def main(
     more keys. On SIGTERM, the service finishes running operations, saves its state, and exits.
     """
     from twinkle_server.cli.server import user_errors
+    from twinkle_server.data.limits import DataLimits
+    from twinkle_server.hub_uploads.limits import UploadLimits
     from twinkle_server.serve import serve
     from twinkle_server.settings import Limits, Settings, Times
 
@@ -152,7 +201,23 @@ def main(
         take_over=take_over,
         accept_base=accept_base,
         times=Times(loss=loss_seconds, trash=trash_hours * 3600),
+        datasets=DataLimits(
+            resources=data_resources,
+            memory=data_memory_mb * 2**20,
+            seconds=data_seconds,
+            hubs=data_hubs,
+            sets=dict(map(_named_place, data_sets)),
+        ),
+        uploads=UploadLimits() if uploads else UploadLimits(hubs=()),
     )
     with user_errors():
         code = serve(settings, log_level.upper())
     click.get_current_context().exit(code)
+
+
+def _named_place(text: str) -> tuple[str, str]:
+    """Return id and place of `--data-set`; a path becomes absolute."""
+    name, equals, place = text.partition("=")
+    if not name or not equals or not place:
+        raise click.BadParameter(f"must be ID=PLACE, got {text!r}", param_hint="--data-set")
+    return name, place if "://" in place else str(Path(place).expanduser().absolute())
