@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from google.protobuf.message import DecodeError
 from server_raw import Raw, datum, pass_body, row, sparse
 
+from twinkle_client import wire as frames
 from twinkle_server.application import assemble, create_application
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
@@ -19,7 +20,7 @@ from twinkle_server.store import open_store
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.wire import tinker_pb2 as wire
 
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PROTOBUF, JSON, FRAME = "application/x-protobuf", "application/json", frames.CONTENT_TYPE
 _LIFE = 150  # requests
 _PLACES = ("none", "..", "%2e%2e", "%00", "é", "x" * 300, "a%2fb")
 _LOSSES: dict[str, dict[str, float | str]] = {
@@ -81,7 +82,44 @@ def seeds(session: str, model: str) -> dict[str, dict[str, Any]]:
         "/training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 3600},
         "/weights_info": {"tinker_path": path},
         "/copy_weights": {"source_path": path, "session_id": session, "model_seq_id": 9, "ttl_seconds": 3600},
+        **native_seeds(session, path),
     }  # fmt: skip
+
+
+def native_seeds(session: str, path: str) -> dict[str, dict[str, Any]]:
+    """Return a good body of each native route that takes one."""
+    row = {"input_ids": list(range(5, 25)), "labels": [-100, *range(7, 25), -100]}
+    rows = {"inputs": [row, {"input_ids": [5, 6], "labels": [6, -100]}]}
+    made = {"session_id": session, "model_seq_id": 40, "config": {"r": 4, "target_modules": "all-linear"}, "seed": 1}
+    sampled = {"inputs": [{"input_ids": [1, 2, 3]}], "options": {"max_tokens": 4, "logprobs": 2, "stop": ["x"]}}
+    passed = {**rows, "temperature": 0.5, "loss_inputs": {"advantages": [1.0, 2.0], "ref_outputs": {"logps": [[0.0]]}}}
+    of_model = {
+        "forward_backward": passed, "forward_only": {**rows, "disable_lora": True, "topk_logprobs": 3},
+        "forward": rows, "calculate_loss": {"loss_inputs": {}}, "backward": {},
+        "clip_grad_and_step": {"max_grad_norm": 1.0, "norm_type": 2.0, "flush": True},
+        "clip_grad_norm": {"max_grad_norm": 1.0, "norm_type": "inf"},
+        "step": {"optim_params": {"lr": 0.1}}, "zero_grad": {"gradient_accumulation_steps": 2, "flush": True},
+        "lr_step": {"metrics": 1.0}, "set_loss": {"name": "GRPOLoss", "options": {"beta": 0.1}},
+        "set_optimizer": {"name": "AdamW", "options": {"lr": 0.1, "betas": [0.5, 0.5]}},
+        "set_lr_scheduler": {"name": "SequentialLR", "options": {"schedulers": [{"scheduler": "LinearLR"}]}},
+        "set_template": {"name": "Template", "options": {"max_length": 5}},
+        "set_processor": {"name": "InputProcessor", "options": {"padding_side": "left"}},
+        "add_metric": {"name": "GRPOMetric", "options": {"top_k_kl": 3}, "is_training": True},
+        "apply_patch": {"name": "NoSplitModulesPatch"}, "calculate_metric": {"is_training": False},
+        "get_state_dict": {}, "get_train_configs": {}, "get_progress": {}, "skip": {}, "unload": {"x": 1},
+        "save": {"name": "n", "save_optimizer": True, "consumed_train_samples": 3, "ttl_seconds": 3600},
+        "load": {"path": path, "load_optimizer": False},
+    }  # fmt: skip
+    return {f"/twinkle/models/{{model_id}}/{name}": body for name, body in of_model.items()} | {
+        "/twinkle/create_session": {"metadata": {"a": "b"}, "tags": ["x"], "client_version": "1"},
+        "/twinkle/session_heartbeat": {"session_id": session},
+        "/twinkle/finish_session": {"session_id": "none"},
+        "/twinkle/models": made,
+        "/twinkle/futures/{request_id}/cancel": {},
+        "/twinkle/samplers": {"session_id": session, "sampler_seq_id": 7, "adapter_uri": path},
+        "/twinkle/samplers/{sampler_id}/sample": {**sampled, "seq_id": 50},
+        "/twinkle/weights_info": {"twinkle_path": path},
+    }
 
 
 def routes() -> list[tuple[str, str]]:
@@ -178,7 +216,7 @@ class Fuzz:
 
     def request(self, method: str, path: str) -> dict[str, Any]:
         """Return a request of a route."""
-        chance = self.chance
+        chance, template = self.chance, path
         while "{" in path:
             start, end = path.index("{"), path.index("}")
             path = path[:start] + self.value(path[start + 1 : end]) + path[end + 1 :]
@@ -186,7 +224,10 @@ class Fuzz:
             method = chance.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
         made: dict[str, Any] = {"method": method, "url": path, "headers": {}}
         if method in ("POST", "PUT"):
-            made["content"], made["headers"] = self.body(path)
+            made["content"], made["headers"] = self.body(template)
+            if template.startswith("/twinkle/models/"):
+                number = self.number if chance.random() < 0.9 else chance.choice(["", "0", "x", 1, 10**30])
+                made["params"] = {"seq_id": number}
         else:
             made["params"] = {
                 name: chance.choice(["", "0", "-1", "x", "9" * 30, "nan", "2026-01-01"])
@@ -215,6 +256,8 @@ class Fuzz:
         if path in ("/forward_backward", "/forward") and chance.random() < 0.7:
             content, kind = self.protobuf(), PROTOBUF
             content = damaged(chance, content) if chance.random() < 0.8 else content
+        if path.startswith("/twinkle/") and chance.random() < 0.7:
+            content, kind = self.frame(mutated(chance, seed)), FRAME
         if chance.random() < 0.15:
             content = damaged(chance, content)
         headers = {"Content-Type": kind if chance.random() < 0.93 else chance.choice(["", "text/plain", "x", PROTOBUF])}
@@ -225,6 +268,13 @@ class Fuzz:
         if path == "/retrieve_future" and chance.random() < 0.5:
             headers["Accept"] = PROTOBUF
         return content, headers
+
+    def frame(self, value: Any) -> bytes:
+        """Return a value as a frame, if it has that form."""
+        try:
+            return frames.pack(value)
+        except (frames.WireError, UnicodeEncodeError, ValueError):
+            return frames.pack({})
 
     def protobuf(self) -> bytes:
         """Return the body of a pass; some of its rows fit no loss, or not this one."""
@@ -245,8 +295,11 @@ class Fuzz:
 
     def heard(self, answer: httpx.Response) -> str | None:
         """Count the number up if an answer says that it is used; return the future's id if there is one."""
-        if answer.status_code not in (200, 409) or not answer.request.content:
+        if answer.status_code not in (200, 202, 409) or not answer.request.content:
             return None
+        if answer.request.url.path.startswith("/twinkle/"):
+            self.number += answer.request.url.params.get("seq_id") == str(self.number)
+            return answer.headers.get("x-twinkle-request")
         self.number += _number_of(self.plain) == self.number
         said = answer.json() if answer.headers["content-type"] == "application/json" else None
         if not isinstance(said, dict) or "request_id" not in said or said.get("type") == "try_again":

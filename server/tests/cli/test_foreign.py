@@ -53,6 +53,8 @@ def unknown(ids: Ids) -> Ids:
 
 def ask(client: httpx.Client, method: str, path: str, ids: Ids) -> httpx.Response:
     """Ask a route about things."""
+    if path.startswith("/twinkle/"):
+        return ask_native(client, method, path, ids)
     for name, value in (("{session_id}", "session"), ("{sampler_id}", "sampler"), ("{run}", "model")):
         path = path.replace(name, ids[value])
     path = path.replace("{kind}", "weights").replace("{name}", "a")
@@ -66,6 +68,20 @@ def ask(client: httpx.Client, method: str, path: str, ids: Ids) -> httpx.Respons
     text = text.replace('"request_id": "x"', f'"request_id": {json.dumps(ids["future"])}')
     text = text.replace('"sampling_session_id": "s"', f'"sampling_session_id": {json.dumps(ids["sampler"])}')
     return client.request(method, path, content=text, headers={"Content-Type": "application/json"})
+
+
+def ask_native(client: httpx.Client, method: str, template: str, ids: Ids) -> httpx.Response:
+    """Ask a native route about things."""
+    places = {"model_id": "model", "run_id": "model", "sampler_id": "sampler", "request_id": "future"}
+    path = template.replace("{kind}", "weights").replace("{name}", "a")
+    for name, value in places.items():
+        path = path.replace(f"{{{name}}}", ids[value])
+    body = seeds(ids["session"], ids["model"]).get(template)
+    parameters = {"seq_id": 2} if "/models/" in path else {}
+    headers = {"Content-Type": "application/json"}
+    return client.request(
+        method, path, content=None if body is None else as_json(body), params=parameters, headers=headers
+    )
 
 
 def told(answer: httpx.Response, ids: Ids) -> tuple[int, str]:

@@ -110,6 +110,8 @@ class Models:
                 self.native.create(queue_id, create.accumulation)
             if source is not None:
                 with _checkpoint_errors():
+                    if create.native and create.optimizer:
+                        self.native.begin_with(queue_id, source)
                     self._fill(model, source, create.optimizer)
 
     def load(self, queue_id: str, load: Load, source: Path) -> Mapping[str, Any]:

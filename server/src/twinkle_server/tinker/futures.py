@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select
 
 from twinkle_server.app_state import AppState, app_state_of, caller_of
 from twinkle_server.errors import BadRequest
-from twinkle_server.operations import Future
+from twinkle_server.operations import NATIVE, Future
 from twinkle_server.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
@@ -70,6 +70,8 @@ async def retrieve_future(request: Request) -> Response:
         return _failed("the request was cancelled", "user")
     if future.status == "failed" or future.result is None:
         return _failed(future.error or "the operation failed", future.category)
+    if future.kind in NATIVE:
+        return _failed("this is the request of a native call; get its result from /twinkle/futures", "user")
     if future.kind not in _MESSAGES:
         return Response(future.result, media_type="application/json")
     if _accepts_only_json(request):

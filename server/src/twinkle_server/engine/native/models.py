@@ -16,7 +16,7 @@ from twinkle.engine import (
     SavedAdapter,
     Step,
 )
-from twinkle.errors import EngineFault, TwinkleError, Unsupported
+from twinkle.errors import EngineFault, NonFiniteError, TwinkleError, Unsupported
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError, is_passing, public_error
 from twinkle_server.engine.losses.catalog import Losses
@@ -165,6 +165,8 @@ class NativeModels:
         except Exception as error:
             if is_passing(error):
                 raise
+            if isinstance(error, NonFiniteError):  # gradients and their passes are dropped
+                state.pending_tokens = 0
             return _failed(error)
 
     def set_component(self, kind: str, context: "_Context", arguments: dict[str, Any]) -> None:
@@ -196,8 +198,6 @@ class NativeModels:
         """Add a metric to a model."""
         if len(context.state.metrics) >= _MAX_METRICS:
             raise UserError(f"a model has at most {_MAX_METRICS} added metrics")
-        if context.state.pending_tokens:
-            raise UserError("cannot add a metric between a backward and its step; call clip_grad_and_step first")
         added = (arguments["name"], dict(arguments.get("options", {})), arguments.get("is_training"))
         self._put_metric(context.ref, *added)
         context.state.metrics.append(added)
@@ -255,8 +255,9 @@ class NativeModels:
 
     def of_model(self, name: str, context: "_Context", arguments: dict[str, Any]) -> Any:
         """Call a method of the model that needs nothing of the service."""
+        before = self._engine.progress(context.ref).updates
         value = self._of_model(name, context.ref, **arguments)
-        if name in ("step", "clip_grad_and_step") and not self._engine.progress(context.ref).pending:
+        if self._engine.progress(context.ref).updates != before:
             context.state.pending_tokens = 0
         return float(value) if name == "clip_grad_norm" else None
 
@@ -353,6 +354,11 @@ class NativeModels:
         for name, options, training in state.metrics:
             self._put_metric(ref, name, options, training)
         return state
+
+    def begin_with(self, queue_id: str, folder: Path) -> None:
+        """Set the components of a new model as in a checkpoint."""
+        if (state := self.prepare(queue_id, folder)) is not None:
+            self._states[queue_id] = state
 
     def resume(self, queue_id: str, state: NativeState, restore: Callable[[], None]) -> None:
         """Make the calls of a snapshot again, after the engine has restored its own part.
