@@ -16,10 +16,11 @@ from fastapi import FastAPI
 from twinkle_client.data import Client
 from twinkle_client.http import Connection
 from twinkle_server.app_state import AppState
-from twinkle_server.application import NATIVE, create_application
+from twinkle_server.application import create_application
 from twinkle_server.data import routes
 from twinkle_server.data.limits import DataLimits
 from twinkle_server.data.serving import data_resources
+from twinkle_server.native.routes import PREFIX
 from twinkle_server.requests import add_routes
 from twinkle_server.settings import Settings
 from twinkle_server.store import open_store
@@ -80,7 +81,7 @@ def data_service(folder: Path, model: Path, limits: DataLimits, name: str = "org
     store = open_store(folder)
     settings = Settings(str(model), folder, name=name, datasets=limits)
     application = create_application(Quiet(), store, settings)  # type: ignore[arg-type]  # no operation is submitted
-    add_routes(application.router, routes.router, NATIVE)
+    add_routes(application.router, routes.router, PREFIX)
     application.add_middleware(Authentication, keys=AnyKey())
     state: AppState = application.state.state
     state.data = data_resources(settings, store)

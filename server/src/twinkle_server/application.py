@@ -84,12 +84,13 @@ def assemble(
     async def status() -> dict[str, Any]:
         return await service.status()
 
-    data, uploads = data_resources(settings, store), hub_uploads(settings, store)
-    application.state.state.data, application.state.state.uploads = data, uploads
+    data = application.state.state.data = data_resources(settings, store)
     service.janitor.add("data resources", min(10.0, settings.times.session / 4), data.sweep)
-    service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
-    add_routes(application.router, data_routes.router, NATIVE)
-    add_routes(application.router, upload_routes.router, NATIVE)
+    if settings.uploads.enabled:
+        uploads = application.state.state.uploads = hub_uploads(settings, store)
+        service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
+    add_routes(application.router, data_routes.router, native.PREFIX)
+    add_routes(application.router, upload_routes.router, native.PREFIX)
     metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
     overview = Overview(service, store, metrics.window)
@@ -196,7 +197,6 @@ class ErrorMiddleware:
 
 
 PREFIX = "/api/v1"
-NATIVE = "/twinkle"
 _UPLOADS = 2.0  # seconds
 # Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)

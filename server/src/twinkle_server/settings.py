@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import orjson
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
+from twinkle_server.bounds import Amount, Count, Seconds, Share
 from twinkle_server.data.limits import DataLimits
 from twinkle_server.hub_uploads.limits import UploadLimits
 
@@ -25,8 +26,6 @@ class Secret:
 
 
 SECRET: Final = Secret()
-Count = Annotated[int, Ge(1)]
-Seconds = Annotated[float, Gt(0)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -135,9 +134,9 @@ class Rollouts:
         operator: whether operators may read rows of other tenants.
     """
 
-    rows: Annotated[int, Ge(0)] = 32
+    rows: Amount = 32
     tokens: Count = 1024
-    bytes: Annotated[int, Ge(0)] = 64 * 2**20
+    bytes: Amount = 64 * 2**20
     operator: bool = False
 
 
@@ -221,7 +220,7 @@ class Settings:
     rollouts: Rollouts = field(default_factory=Rollouts)
     dashboard: bool = True
     otlp_endpoint: str | None = None
-    trace_share: Annotated[float, Ge(0), Le(1)] | None = None
+    trace_share: Share | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

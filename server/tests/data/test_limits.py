@@ -120,8 +120,8 @@ def test_code_of_a_worker_reaches_nothing(client: Client, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("AcmeSleeps", "took longer than 4 s"),
-        ("AcmeEats", "more than 256 MiB of memory"),
+        pytest.param("AcmeSleeps", "took longer than 4 s", marks=pytest.mark.full),
+        pytest.param("AcmeEats", "more than 256 MiB of memory", marks=pytest.mark.full),
         ("AcmeCrashes", "exit status 3"),
     ],
 )
@@ -169,6 +169,7 @@ def test_errors_are_those_of_a_local_call(client: Client) -> None:
     assert len(dataset) == 10
 
 
+@pytest.mark.full
 def test_rows_and_results_are_limited(client: Client) -> None:
     many = [{"n": number} for number in range(5001)]
     with pytest.raises(DataError, match="5001 rows; this service allows 5000"):
@@ -179,6 +180,7 @@ def test_rows_and_results_are_limited(client: Client) -> None:
         Dataset(DatasetMeta("builtin://arithmetic"), size=6000, client=client)
 
 
+@pytest.mark.full
 def test_the_number_of_resources_is_limited(service: DataService, client: Client) -> None:
     held = [rows(client) for _ in range(6)]
     with pytest.raises(RequestRefused, match=r"you have 6 \(limit 6\)"):

@@ -43,7 +43,7 @@ def batches(loader: Any) -> list[Any]:
         pytest.param(LazyDataset, "LazyDataset", marks=pytest.mark.full),
         pytest.param(PackingDataset, "PackingDataset", marks=pytest.mark.full),
         pytest.param(IterableDataset, "IterableDataset", marks=pytest.mark.full),
-        (IterablePackingDataset, "IterablePackingDataset"),
+        pytest.param(IterablePackingDataset, "IterablePackingDataset", marks=pytest.mark.full),
     ],
 )
 def test_rows_and_batches_are_those_of_a_local_script(
@@ -90,6 +90,7 @@ def test_a_processor_collates_to_the_same_numbers(service: DataService, model: P
             np.testing.assert_array_equal(collated["input_ids"], expected["input_ids"].numpy())
 
 
+@pytest.mark.full
 def test_the_same_script_gives_the_same_rows_over_http(service: DataService, model: Path) -> None:
     def script(model_id: str) -> list[Any]:
         dataset = prepared(twinkle.dataset.Dataset(DatasetMeta(**META)), model_id, pack=False)

@@ -15,12 +15,12 @@ from twinkle.testing import FakeHub
 from twinkle_client.data import Client
 from twinkle_client.errors import NotFound, RequestRefused
 from twinkle_client.hub import set_automatic, upload, upload_status
-from twinkle_server.application import NATIVE
 from twinkle_server.data.limits import DataLimits
 from twinkle_server.engine.files import publish
 from twinkle_server.hub_uploads import routes
 from twinkle_server.hub_uploads.limits import UploadLimits
 from twinkle_server.hub_uploads.uploads import HubUploads
+from twinkle_server.native.routes import PREFIX
 from twinkle_server.requests import add_routes
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_testing.fakehub import TOKEN
@@ -57,7 +57,7 @@ def service(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             return (await store.checkpoints.page(tenant, 0.0, 100, run=run)).rows
 
         served.state.uploads = HubUploads(UploadLimits(pause=0.05, waiting=4), folder / "data", "org/tiny", saved)
-        add_routes(served.application.router, routes.router, NATIVE)
+        add_routes(served.application.router, routes.router, PREFIX)
         yield served
         served.wait(served.state.uploads.close())
     for name, value in before.items():

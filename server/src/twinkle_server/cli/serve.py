@@ -117,6 +117,29 @@ FLAGS: Final = (
         unit=3600,
     ),
     Flag(
+        "datasets.sets",
+        "--data-set",
+        "A data set that requests may name: a file, a folder or a hub's id by the id that clients use; repeatable.",
+        metavar="ID=PLACE",
+    ),
+    Flag(
+        "datasets.hubs",
+        "--data-hub",
+        "A hub from which requests may load data sets and tokenizers; repeatable. By default none.",
+    ),
+    Flag(
+        "datasets.resources",
+        "--data-resources",
+        "Data sets, loaders and other data resources of a tenant; 0 turns them off.",
+    ),
+    Flag("datasets.memory", "--data-memory-mb", "Memory limit of the process of a data resource.", unit=2**20),
+    Flag("datasets.seconds", "--data-seconds", "Time limit of one call of a data resource."),
+    Flag(
+        "uploads.enabled",
+        "--uploads/--no-uploads",
+        "Upload checkpoints to Hugging Face and ModelScope for tenants, with their own tokens.",
+    ),
+    Flag(
         "rollouts.rows",
         "--rollouts",
         "Newest sampled rows of each run that are kept for the dashboard; 0 records none.",
@@ -172,8 +195,12 @@ def parameter_of(key: str) -> str:
 def _option(flag: Flag, entry: Entry) -> "Callable[[FC], FC]":
     kind = bare(entry.annotation)
     options: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar, "envvar": variable(flag)}
+    if typing.get_origin(kind) is Mapping:
+        return click.option(flag.names, parameter_of(flag.key), multiple=True, callback=_pairs, **options)
     if typing.get_origin(kind) is tuple:
-        return click.option(flag.names, parameter_of(flag.key), multiple=True, **options)
+        item = typing.get_args(kind)[0]
+        choice = click.Choice(typing.get_args(item)) if typing.get_origin(item) is typing.Literal else str
+        return click.option(flag.names, parameter_of(flag.key), multiple=True, type=choice, **options)
     default = None if entry.default in (MISSING, None, "") else _scaled(entry.default, 1 / flag.unit)
     if kind is bool:
         switch = "/" in flag.names
@@ -185,6 +212,17 @@ def _option(flag: Flag, entry: Entry) -> "Callable[[FC], FC]":
     return click.option(
         flag.names, parameter_of(flag.key), type=kind, default=default, show_default=default is not None, **options
     )
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+    """Return names and values of `NAME=VALUE`; a path becomes absolute."""
+    pairs = {}
+    for text in texts:
+        name, equals, place = text.partition("=")
+        if not name or not equals or not place:
+            raise click.BadParameter(f"must be {parameter.metavar}, got {text!r}", context, parameter)
+        pairs[name] = place if "://" in place else str(Path(place).expanduser().absolute())
+    return pairs
 
 
 def _click_type(flag: Flag, entry: Entry) -> Any:

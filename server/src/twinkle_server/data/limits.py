@@ -2,6 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from twinkle_server.bounds import Amount, Count, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +28,13 @@ class DataLimits:
             `hf://a/b` and `a/b` are the same.
     """
 
-    resources: int = 16
-    workers: int = 16
-    rows: int = 1_000_000
-    memory: int = 2 * 2**30
-    answer_bytes: int = 32 * 2**20
-    seconds: float = 300.0
-    start: float = 120.0
-    idle: float = 1800.0
-    hubs: tuple[str, ...] = ()
+    resources: Amount = 16
+    workers: Count = 16
+    rows: Count = 1_000_000
+    memory: Annotated[int, Ge(64 * 2**20)] = 2 * 2**30
+    answer_bytes: Count = 32 * 2**20
+    seconds: Seconds = 300.0
+    start: Seconds = 120.0
+    idle: Seconds = 1800.0
+    hubs: tuple[Literal["hf", "ms"], ...] = ()
     sets: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,9 @@
 """Limits of uploads to hubs."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from twinkle_server.bounds import Count, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,7 +11,8 @@ class UploadLimits:
     """Limits of uploads of checkpoints.
 
     Attributes:
-        hubs: schemes of the hubs to which checkpoints may be uploaded; none turns uploads off.
+        enabled: upload checkpoints for tenants, with their own tokens.
+        hubs: schemes of the hubs to which checkpoints may be uploaded.
         processes: uploads that run at the same time; those of one tenant run one after the other.
         waiting: unfinished uploads of one tenant.
         seconds: time limit of one attempt.
@@ -17,10 +21,11 @@ class UploadLimits:
         kept: seconds for which the outcome of an upload is kept.
     """
 
-    hubs: tuple[str, ...] = ("hf", "ms")
-    processes: int = 2
-    waiting: int = 32
-    seconds: float = 3600.0
-    attempts: int = 3
-    pause: float = 10.0
-    kept: float = 86400.0
+    enabled: bool = True
+    hubs: tuple[Literal["hf", "ms"], ...] = ("hf", "ms")
+    processes: Count = 2
+    waiting: Count = 32
+    seconds: Seconds = 3600.0
+    attempts: Count = 3
+    pause: Seconds = 10.0
+    kept: Seconds = 86400.0
