@@ -442,7 +442,7 @@ def interrupts(case: EngineCase) -> None:
 
 def output_projection(case: EngineCase) -> None:
     """An adapter of only the output projection learns; without the feature it is `Unsupported`."""
-    alone = {"train_attn": False, "train_mlp": False, "train_unembed": True}
+    alone: dict[str, Any] = {"train_attn": False, "train_mlp": False, "train_unembed": True}
     if not case.has("train_unembed"):
         with raises("an adapter of the output projection, without the feature,", Unsupported):
             case.engine.add("kit-unembed", replace(case.spec(), **alone))
