@@ -9,9 +9,11 @@ code.
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, fields
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,23 @@ def _type(field: Any) -> str:
 
 def _default(field: Any) -> str:
     return "" if field.default is MISSING else f"`{field.default!r}`"
+
+
+def published_api() -> str:
+    """The comparison of our signatures with the published ones."""
+    page: str = _module("published").page()
+    return page
+
+
+def _module(name: str) -> Any:
+    """Return a module of this folder, which is not on the path if a test runs this file."""
+    spec = spec_from_file_location(name, DOCS / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def errors() -> str:
@@ -501,6 +520,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "options of embedding": options_of_embedding,
     "script arguments": script_arguments,
     "errors": errors,
+    "published api": published_api,
     "components": components,
     "reference plugins": reference_plugins,
     "reference registry": reference_registry,
