@@ -9,9 +9,11 @@ code.
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,23 @@ def server_settings() -> str:
     head = ("key", "type", "default", "flag", "field", "meaning")
     titles = {name: f"### `{name}`" if name else "### Top level" for name in sections}
     return "\n\n".join(f"{titles[name]}\n\n{_table(head, rows)}" for name, rows in sections.items())
+
+
+def published_api() -> str:
+    """The comparison of our signatures with the published ones."""
+    page: str = _module("published").page()
+    return page
+
+
+def _module(name: str) -> Any:
+    """Return a module of this folder, which is not on the path if a test runs this file."""
+    spec = spec_from_file_location(name, DOCS / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def errors() -> str:
@@ -491,6 +510,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "options of embedding": options_of_embedding,
     "script arguments": script_arguments,
     "errors": errors,
+    "published api": published_api,
     "components": components,
     "reference plugins": reference_plugins,
     "reference registry": reference_registry,

@@ -34,3 +34,31 @@ def test_models_have_their_published_paths() -> None:
     assert RouterReplayAction("replay_forward") is RouterReplayAction.REPLAY_FORWARD == "replay_forward"
     with pytest.raises(AttributeError, match="NoSuchModel"):
         _ = transformers.NoSuchModel
+
+
+def test_published_paths_lead_to_the_same_objects() -> None:
+    import twinkle
+    from twinkle import infra, utils
+
+    assert utils.DeviceMesh is twinkle.DeviceMesh
+    assert infra.initialize is twinkle.initialize
+    assert {getattr(utils, name).__module__.partition(".")[0] for name in dir(utils)} == {"twinkle"}
+    with pytest.raises(AttributeError, match="torch_utils"):
+        _ = utils.torch_utils
+
+
+def test_remote_code_is_trusted_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    import twinkle
+    from twinkle.errors import NotTrusted
+
+    monkeypatch.delenv("TWINKLE_TRUST_REMOTE_CODE", raising=False)
+    assert not twinkle.trust_remote_code()
+    twinkle.check_unsafe(1, "GRPOLoss", {"lr": [1e-4]}, name=None)
+    for arguments, text in (((len,), "argument 0 is"), (({"a": [1, dict]},), r"argument 0\['a'\]\[1\] is")):
+        with pytest.raises(NotTrusted, match=text):
+            twinkle.check_unsafe(*arguments)
+    with pytest.raises(PermissionError, match="'loss' is"):
+        twinkle.check_unsafe(loss=lambda: 0)
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    assert twinkle.trust_remote_code()
+    twinkle.check_unsafe(len)

@@ -27,6 +27,8 @@ _WHERE = {
     "exists": "twinkle.requirements",
     "requires": "twinkle.requirements",
     "Plugin": "twinkle.plugin",
+    "trust_remote_code": "twinkle.trust",
+    "check_unsafe": "twinkle.trust",
     "registry": "twinkle._registry",
     "Run": "twinkle.run",
     "TwinkleError": "twinkle.errors",
@@ -91,3 +93,5 @@ if TYPE_CHECKING:
     from twinkle.runtime import is_master as is_master
     from twinkle.runtime import remote_class as remote_class
     from twinkle.runtime import remote_function as remote_function
+    from twinkle.trust import check_unsafe as check_unsafe
+    from twinkle.trust import trust_remote_code as trust_remote_code

@@ -59,28 +59,33 @@ class TorchSampler(ReceivesWeights, Sampler):
     def __init__(
         self,
         model_id: str | Path | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+        device_mesh: Any = None,
         *,
         model: Any = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
-        device_mesh: Any = None,
         max_batch_size: int = 32,
         adapter_path: str | Path | None = None,
         cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         prefill_tokens: int = 512,
         batch_invariant: bool = False,
-        engine_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Load weights, or share those of a live model.
 
         Args:
             model_id: a folder, a GGUF file, or a reference `scheme://...`; the sampler then has its own weights.
+            engine_args: the published form of options: those of vLLM's engine. `max_num_seqs` is `max_batch_size`,
+                `max_num_batched_tokens` is `prefill_tokens`, `enable_prefix_caching=False` is `prefix_cache_bytes=0`,
+                `max_model_len` limits a prompt with its sample, `dtype` and `trust_remote_code` are those of loading,
+                and `enable_return_routed_experts=True` records the experts of mixture models, for
+                `router_replay_action` of the trainer. Options that only tune vLLM are checked and have no effect.
+            device_mesh: which workers share the rows of a call, under a runtime that places components.
             model: instead, a live model to share: a `TransformersModel`, or a module of transformers or PEFT.
             dtype: dtype of the sampler's own weights; see `load_model`.
             device: device of these weights; by default this process's device.
-            device_mesh: which workers share the rows of a call, under a runtime that places components.
             max_batch_size: sequences decoded at once.
             adapter_path: the folder of a PEFT adapter that calls use by default; own weights only.
             cache_bytes: memory for keys and values of running requests; by default a third of the memory that is free
@@ -92,11 +97,6 @@ class TorchSampler(ReceivesWeights, Sampler):
                 slower.
             batch_invariant: pad every step to a multiple of 8 rows and share no prefixes, so that the same kernels
                 compute a row in any batch. Otherwise results may differ by rounding, about 1e-6.
-            engine_args: the published form of options: those of vLLM's engine. `max_num_seqs` is `max_batch_size`,
-                `max_num_batched_tokens` is `prefill_tokens`, `enable_prefix_caching=False` is `prefix_cache_bytes=0`,
-                `max_model_len` limits a prompt with its sample, `dtype` and `trust_remote_code` are those of loading,
-                and `enable_return_routed_experts=True` records the experts of mixture models, for
-                `router_replay_action` of the trainer. Options that only tune vLLM are checked and have no effect.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:
@@ -380,14 +380,14 @@ class TorchSampler(ReceivesWeights, Sampler):
         apply_patch(self._source.module, patch_cls, **kwargs)
         self._service.rebuild()
 
-    def add_adapter_to_sampler(self, adapter_name: str, path: str | Path) -> None:
-        """Load a PEFT adapter from a folder under a name; own weights only.
+    def add_adapter_to_sampler(self, adapter_name: str, config: str | Path) -> None:
+        """Load a PEFT adapter from a folder (`config`) under a name; own weights only.
 
         Raises:
             CheckpointError: the folder is missing or contains an adapter of another model; nothing has changed then.
             Unsupported: the sampler shares a live model.
         """
-        self._source.add(adapter_name, path, self._service.runner)
+        self._source.add(adapter_name, config, self._service.runner)
 
     def _encode(self, rows: list[Any]) -> list[InputFeature]:
         kinds = {"input_ids" in row for row in rows}

@@ -58,6 +58,31 @@ class Sampler(ABC):
 
         raise Unsupported(f"{type(self).__name__} has no streams; use sample, or TorchSampler")
 
+    def add_adapter_to_sampler(self, adapter_name: str, config: Any) -> None:
+        """Add an adapter under a name; `Unsupported` for a backend whose adapters come with each call.
+
+        Args:
+            adapter_name: the name for `sample(adapter_name=...)`.
+            config: the folder of a saved adapter.
+        """
+        from twinkle.errors import Unsupported
+
+        raise Unsupported(f"{type(self).__name__} adds no adapters; give adapter_path= to sample, or use TorchSampler")
+
+    def encode_trajectory(
+        self, trajectory: Trajectory, adapter_name: str = "", add_generation_prompt: bool = True
+    ) -> InputFeature:
+        """Return the encoded row of a conversation; `Unsupported` for a backend that takes encoded rows only."""
+        from twinkle.errors import Unsupported
+
+        raise Unsupported(f"{type(self).__name__} has no template; encode the rows with a Template")
+
+    def decode_response(self, token_ids: Sequence[int], adapter_name: str = "") -> str:
+        """Return the text of tokens; `Unsupported` for a backend without a tokenizer."""
+        from twinkle.errors import Unsupported
+
+        raise Unsupported(f"{type(self).__name__} has no template; decode the tokens with a Template")
+
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
         """Apply a patch to the underlying module; `Unsupported` for a backend without a module."""
         from twinkle.errors import Unsupported
