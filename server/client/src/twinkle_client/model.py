@@ -9,7 +9,7 @@ from twinkle.errors import ArgumentError
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
 from twinkle_client.hub import set_automatic, upload, upload_status
-from twinkle_client.queues import AdapterQueue
+from twinkle_client.queues import AdapterQueue, result_of_operation
 from twinkle_client.results import result_of
 from twinkle_client.rows import sendable_rows
 
@@ -113,10 +113,10 @@ class MultiLoraTransformersModel:
         body["config"] = plain_config(config) if config is not None else ({} if checkpoint is None else None)
         if user_metadata:
             body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
-        created = yield from client.connection.request("POST", "/models", body)
+        answer = yield from client.connection.exchange("POST", "/models", body)
+        created = yield from result_of_operation(client.connection, "add_adapter_to_model", answer)
         model_id = created["model_id"]
         queue = AdapterQueue(client.connection, f"/models/{model_id}")
-        yield from queue.call("get_progress", {})  # raises why the adapter could not be created
         with self._lock:
             self._adapters[adapter_name] = _Adapter(adapter_name, model_id, queue)
             self.adapter_name = adapter_name

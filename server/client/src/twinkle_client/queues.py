@@ -64,7 +64,7 @@ class AdapterQueue:
         except TwinkleClientError:
             yield from self._give_up(number)
             raise
-        return (yield from self._result(method, answer))
+        return (yield from result_of_operation(self._connection, method, answer))
 
     def _begin(self, method: str, frame: bytes) -> tuple[int, list[int]]:
         """Return the number of a call, and numbers whose calls were not made again."""
@@ -86,19 +86,28 @@ class AdapterQueue:
         except (TwinkleClientError, ConnectionError) as error:
             get_logger().debug("number %d could not be given up: %s", number, error)
 
-    def _result(self, method: str, answer: Answer) -> Call[Any]:
-        request = answer.headers.get("x-twinkle-request", "")
-        reported = ""
-        while answer.status == 202:
-            state = value_of(answer)
-            reason = f"{state.get('queue_state')}: {state.get('reason')}" if state.get("reason") else ""
-            if reason and reason != reported:
-                get_logger().info("%s waits (%s)", method, reason)
-                reported = reason
-            answer = yield from self._connection.exchange(
-                "GET", f"/futures/{request}", query={"wait": _POLL}, timeout=_TIMEOUT
-            )
-        return outcome_of(value_of(answer))
+
+def result_of_operation(connection: Connection, what: str, answer: Answer) -> Call[Any]:
+    """Wait for the result of an operation that the service has accepted, and return its value.
+
+    Args:
+        connection: to the service.
+        what: name of the call, for the log.
+        answer: to the request of the operation.
+
+    Raises:
+        Exception: see `outcome_of`.
+    """
+    request = answer.headers.get("x-twinkle-request", "")
+    reported = ""
+    while answer.status == 202:
+        state = value_of(answer)
+        reason = f"{state.get('queue_state')}: {state.get('reason')}" if state.get("reason") else ""
+        if reason and reason != reported:
+            get_logger().info("%s waits (%s)", what, reason)
+            reported = reason
+        answer = yield from connection.exchange("GET", f"/futures/{request}", query={"wait": _POLL}, timeout=_TIMEOUT)
+    return outcome_of(value_of(answer))
 
 
 def outcome_of(body: Any) -> Any:

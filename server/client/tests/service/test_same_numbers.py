@@ -5,22 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from native_rows import CONFIG, rows
 
 from twinkle_client import MultiLoraTransformersModel, TwinkleClient
 
-CONFIG = {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": "all-linear"}
 Script = Callable[[Any], list[Any]]
-
-
-def rows(seed: int, *lengths: int) -> list[dict[str, Any]]:
-    """Return rows of random tokens, each the label of the one before; the first two of a row are not trained."""
-    draw = np.random.default_rng(seed)
-    made = []
-    for length in lengths:
-        tokens = draw.integers(5, 200, length + 1)
-        labels = np.concatenate([[-100, -100], tokens[3:-1], [-100]])
-        made.append({"input_ids": tokens[:-1].tolist(), "labels": labels.tolist()})
-    return made
 
 
 def numbers(value: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from twinkle_client import types, wire
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.engine.native.calls import payload_of
 from twinkle_server.errors import BadRequest, ServiceError, Unprocessable
-from twinkle_server.ids import CheckpointPath, check_name, model_id, new_id
+from twinkle_server.ids import CheckpointPath, check_name, new_id
 from twinkle_server.native.bodies import call_schema, is_frame, operation_response, parse_body, read_body
 from twinkle_server.operations import Create, Kind, Load, Save, Submission, Unload
 from twinkle_server.requests import LARGE, json_response, owned_model, submit
@@ -61,8 +61,8 @@ async def create_model(request: Request) -> Response:
         created.append(await _create(state, caller, body))
         return created[0]
 
-    await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
-    return json_response({"model_id": model_id(body.session_id, body.model_seq_id)})
+    accepted = await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
+    return await operation_response(state, caller, accepted)
 
 
 async def _create(state: AppState, caller: Caller, body: types.CreateModelRequest) -> Create:

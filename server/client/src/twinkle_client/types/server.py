@@ -24,9 +24,9 @@ class SessionRequest(Request):
 class CapacityInfoResponse(Response):
     """How many adapters this key may have; None where memory is the only limit."""
 
-    max_loras: int | None
-    used_loras: int
-    free_loras: int | None
+    max_loras: int | None = None
+    used_loras: int = 0
+    free_loras: int | None = None
 
 
 class SupportedModel(Response):
