@@ -11,7 +11,6 @@ import twinkle_client
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import ArgumentError, MeshError, Unsupported
 from twinkle.runtime import current_runtime
-from twinkle_client.current import current_client
 from twinkle_client.http import Connection
 
 
@@ -21,13 +20,9 @@ def client() -> Iterator[Any]:
     twinkle.initialize("local")
 
 
-def test_the_client_of_the_runtime_is_that_of_new_objects(client: Any) -> None:
+def test_placement_names_the_service(client: Any) -> None:
     twinkle.initialize("http", client=client)
-    assert current_client() is client
     assert "http://127.0.0.1:9" in twinkle.get_device_placement()
-    twinkle.initialize("local")
-    with pytest.raises(twinkle.TwinkleError, match="call init_twinkle_client"):
-        current_client()
 
 
 def test_address_and_key_reach_the_client(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +33,7 @@ def test_address_and_key_reach_the_client(client: Any, monkeypatch: pytest.Monke
         client.close = lambda: given.append("closed")
         return client
 
-    monkeypatch.setattr(twinkle_client, "init_twinkle_client", init, raising=False)
+    monkeypatch.setattr(twinkle_client, "init_twinkle_client", init)
     twinkle.initialize(mode="http", base_url="http://127.0.0.1:9", api_key="tml-x")
     twinkle.initialize(mode="http")  # again, with the same client
     assert given == [("http://127.0.0.1:9", "tml-x")]

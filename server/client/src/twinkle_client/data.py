@@ -14,7 +14,7 @@ import twinkle.errors
 from twinkle.errors import ArgumentError, ComponentTypeError
 from twinkle_client import wire
 from twinkle_client.calls import Call
-from twinkle_client.current import current_client
+from twinkle_client.client import current_client
 from twinkle_client.data_rows import meta_fields, with_bytes, without_bytes
 from twinkle_client.errors import ConnectionFailed, Gone, Overloaded, TwinkleClientError
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twinkle.errors import ArgumentError
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
+from twinkle_client.hub import set_automatic, upload, upload_status
 from twinkle_client.queues import AdapterQueue, result_of_operation
 from twinkle_client.results import result_of
 from twinkle_client.rows import sendable_rows
@@ -419,6 +420,65 @@ class MultiLoraTransformersModel:
         return result_of({name: progress[name] for name in names})
 
     resume_from_checkpoint, resume_from_checkpoint_async = twins(_resume_from_checkpoint)
+
+    def _upload_to_hub(
+        self,
+        /,
+        checkpoint_dir: Any,
+        hub_model_id: str,
+        hub_token: str | None = None,
+        async_upload: bool = True,
+        poll_interval: float = 5.0,
+        **kwargs: Any,
+    ) -> Call[Any]:
+        """Upload a checkpoint of the service to a hub; see `twinkle_client.hub.upload`.
+
+        Args:
+            checkpoint_dir: what `save` returned, or its `twinkle://` path.
+            hub_model_id: `hf://owner/name`, `ms://owner/name`, or `owner/name` of the service's default hub.
+            hub_token: a token of yours at the hub; by default that of `HF_TOKEN` or `MODELSCOPE_API_TOKEN`.
+            async_upload: return as soon as the upload has begun; otherwise wait until it has ended.
+            poll_interval: seconds between two questions for its state.
+            **kwargs: `private`, `revision`, `path_in_repo`, `commit_message`, `timeout` and `progress`.
+
+        Raises:
+            HubError: the upload failed.
+        """
+        connection = self.client.connection
+        state = yield from upload(
+            connection, checkpoint_dir, hub_model_id, hub_token, async_upload, poll_interval, **kwargs
+        )
+        return result_of(state)
+
+    upload_to_hub, upload_to_hub_async = twins(_upload_to_hub)
+
+    def _upload_status(self, request_id: str) -> Call[Any]:
+        """Return the state of an upload that `upload_to_hub` began."""
+        return result_of((yield from upload_status(self.client.connection, request_id)))
+
+    upload_status, upload_status_async = twins(_upload_status)
+
+    def _upload_every_save(
+        self,
+        /,
+        hub_model_id: str | None,
+        hub_token: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        **kwargs: Any,
+    ) -> Call[None]:
+        """Upload every later checkpoint of an adapter to a hub; None stops that. A restart of the service ends it.
+
+        Args:
+            hub_model_id: as for `upload_to_hub`.
+            hub_token: as for `upload_to_hub`.
+            adapter_name: the adapter.
+            **kwargs: `private`, `revision` and `path_in_repo`.
+        """
+        run = self._adapter(adapter_name).model_id
+        yield from set_automatic(self.client.connection, run, hub_model_id, hub_token, **kwargs)
+
+    upload_every_save, upload_every_save_async = twins(_upload_every_save)
 
     def _loaded(self, adapter_name: str | None, name: Any, optimizer: bool) -> Call[Any]:
         body = {"path": str(name), "load_optimizer": optimizer}

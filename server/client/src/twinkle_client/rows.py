@@ -27,4 +27,11 @@ def _sendable(row: Any) -> dict[str, Any]:
         raise ArgumentError(f"a row must be a mapping, got a {type(row).__name__}")
     if "input_ids" not in row:
         return {name: value for name, value in row.items() if value is not None}
-    return {name: value for name, value in row.items() if name not in _DESCRIBING and value is not None}
+    return {name: value for name, value in row.items() if name not in _DESCRIBING and _counts(value)}
+
+
+def _counts(value: Any) -> bool:
+    """Return whether a model can compute with a value; texts, such as columns of the raw rows, describe the row."""
+    if isinstance(value, list | tuple) and value:
+        return _counts(value[0])
+    return value is not None and not isinstance(value, str | bytes | Mapping)

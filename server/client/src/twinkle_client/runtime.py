@@ -8,7 +8,6 @@ from twinkle.errors import ArgumentError, MeshError, Unsupported
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.platform import seed_everything
 from twinkle.runtime import Runtime, RuntimeOptions
-from twinkle_client.current import set_current_client
 
 if TYPE_CHECKING:
     from twinkle_client.data import Client
@@ -70,7 +69,6 @@ class HttpRuntime(Runtime):
             )
         if self._client is None:
             self._client = self._given or self._connected()
-            set_current_client(self._client)
         seed_everything(options.seed, options.full_determinism)
         self.mesh, self.options = mesh, options
 
@@ -91,6 +89,8 @@ class HttpRuntime(Runtime):
             raise Unsupported(f"mode='http' cannot run the {found[0]} {found[1]} on the service; use one of {known}")
         module, name = _MODELS[found]
         given = {key: value for key, value in kwargs.items() if key not in _PLACING}
+        if found[0] != "dataloader":  # which has the client of its data set
+            given["client"] = self._client
         return getattr(importlib.import_module(module), name)(*args, **given)
 
     def placement(self, groups: Sequence[DeviceGroup] = ()) -> str:
@@ -102,10 +102,7 @@ class HttpRuntime(Runtime):
     def shutdown(self) -> None:
         """End the session."""
         client, self._client = self._client, None
-        if client is None:
-            return
-        set_current_client(None)
-        if client is not self._given:
+        if client is not None and client is not self._given:
             client.close()
 
 
