@@ -11,7 +11,6 @@ from twinkle.tool_parser import ToolCallParser
 from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.render import ToolFormat
 
-
 _MOST_CALLS = 32
 """Calls that a grammar allows in one answer."""
 
