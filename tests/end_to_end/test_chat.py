@@ -159,9 +159,14 @@ def test_claude_sees_text_tools_and_tokens(claude: anthropic.Anthropic) -> None:
     assert counted.input_tokens == second.usage.input_tokens
     plain = claude.messages.create(model=BASE, messages=HELLO, max_tokens=5)
     assert (plain.stop_reason, plain.usage.output_tokens, plain.content[0].type) == ("max_tokens", 5, "text")
-    with claude.messages.stream(model=BASE, messages=HELLO, max_tokens=5, temperature=0) as stream:
+    with claude.messages.stream(model=BASE, messages=HELLO, max_tokens=5, extra_body={"temperature": 0}) as stream:
         streamed = "".join(stream.text_stream)
-    assert streamed == claude.messages.create(model=BASE, messages=HELLO, max_tokens=5, temperature=0).content[0].text
+    assert (
+        streamed
+        == claude.messages.create(model=BASE, messages=HELLO, max_tokens=5, extra_body={"temperature": 0})
+        .content[0]
+        .text
+    )
 
 
 def test_errors_have_the_form_of_each_api(service: Served, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:

@@ -103,7 +103,7 @@ class RequestHeadMiddleware:
             await send(message)
 
         if problem := _problem(scope):
-            await refuse(send_with_id, HeadTooLarge(problem), scope["path"])
+            await refuse(send_with_id, HeadTooLarge(problem), scope.get("path", ""))
             return
         await self._app(scope, receive, send_with_id)
 

@@ -66,7 +66,7 @@ async def identify(key: str | None, keys: Keys | None) -> Caller:
         raise Unauthorized("an API key is required; send it in the header X-API-Key, or as Authorization: Bearer")
     caller = await keys.find(key)
     if caller is None:
-        raise Unauthorized("the API key is unknown or revoked")
+        raise Unauthorized("the API key in X-API-Key or Authorization is unknown or revoked")
     return caller
 
 
