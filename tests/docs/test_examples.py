@@ -50,6 +50,7 @@ ALLOWED = {
     "docs/start/install.md": {"make": 1, "installs packages": 2, "changes the shell": 1},
     "docs/guides/researcher/hub.md": {"needs a network": 1},
     "docs/guides/researcher/recipes.md": {"starts processes": 1},
+    "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
     "docs/guides/operator/serving.md": {
         "installs packages": 1,
         "changes the shell": 1,
@@ -89,6 +90,7 @@ HEAVY = {
     "docs/explanations/simulation.md",
     "docs/guides/plugin-author/write-a-plugin.md",
     "docs/guides/researcher/recipes.md",
+    "docs/guides/operator/dashboard.md",
     "docs/guides/operator/serving.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",
