@@ -13,7 +13,7 @@ PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* 
 SETTINGS := requirements.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml server/client/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart serve-demo grpo-demo test test-all soak gpu lint format bench docs clean
+.PHONY: help install quickstart serve-demo grpo-demo test test-all browser soak gpu lint format bench docs clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -38,11 +38,15 @@ grpo-demo: .venv/members  ## Let a small real model learn to add from rewards al
 
 # Of tests that are named, the slow ones run as well.
 test: install  ## Run the tests, or with TESTS= those that it names
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not soak$(if $(TESTS),, and not full)" $(TESTS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not soak and not browser$(if $(TESTS),, and not full)" $(TESTS)
 
 test-all: install  ## Run the tests that take long, then the numeric ones as other processors compute them
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "full and not gpu and not soak"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "full and not gpu and not soak and not browser"
 	$(BIN)/python scripts/instruction_sets.py
+
+browser: install  ## Run the tests of the dashboard in a headless Chromium, which apt installs where it is missing
+	@command -v chromium >/dev/null || { sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); $$sudo apt-get install -y --no-install-recommends chromium; }
+	$(PYTEST) -m browser $(if $(TESTS),$(TESTS),server/tests/dashboard)
 
 soak: install  ## Run the tests with larger numbers
 	$(PYTEST) -m soak $(TESTS) || [ $$? -eq 5 ]  # 5: there are none

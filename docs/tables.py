@@ -342,6 +342,11 @@ LIMITS = {
     "session without a heartbeat": "ends after {session}",
     "state of a model after its session ended": "kept for {kept_run}",
     "audit log entries": "kept for {kept_audit}",
+    "figures of a run": "kept for {kept_figures} after its last optimizer step; {points} points",
+    "recorded rollouts": (
+        "{rollout_rows} per run, {rollout_tokens} tokens each, {rollout_bytes} together; kept for {kept_rollouts}"
+    ),
+    "login to the dashboard": "ends after {login}",
     "time between snapshots of a changed model": "{snapshot}, or {snapshot_steps} optimizer steps",
     "engine without a sign of life": (
         "reported as not responding after {silent}; restarted after {stopped} if its process is stopped (SIGSTOP) and "
@@ -362,7 +367,8 @@ def limits() -> str:
     """Every limit of the service, with its default."""
     from twinkle_server.engine.encryption import MAX_RECIPIENTS
     from twinkle_server.runtime.queues import MAX_GAP
-    from twinkle_server.settings import Limits, Settings, Times
+    from twinkle_server.settings import Limits, Rollouts, Settings, Times
+    from twinkle_server.store.figures import MOST
     from twinkle_server.tenancy import quotas
 
     values = {
@@ -370,7 +376,9 @@ def limits() -> str:
     }
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
     values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
-    values |= {"recipients": str(MAX_RECIPIENTS)}
+    values |= {"recipients": str(MAX_RECIPIENTS), "points": f"{MOST:,}"}
+    values |= {"rollout_rows": str(Rollouts().rows), "rollout_tokens": f"{Rollouts().tokens:,}"}
+    values |= {"rollout_bytes": _size(Rollouts().bytes)}
     values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
     return _table(("what", "limit"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
 

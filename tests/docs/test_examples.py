@@ -51,6 +51,7 @@ ALLOWED = {
     "docs/guides/researcher/hub.md": {"needs a network": 1},
     "docs/guides/researcher/recipes.md": {"starts processes": 1},
     "docs/guides/tenant/data-on-the-service.md": {"needs a network": 1},
+    "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
     "docs/guides/operator/serving.md": {
         "installs packages": 1,
         "changes the shell": 1,
@@ -90,6 +91,7 @@ HEAVY = {
     "docs/explanations/simulation.md",
     "docs/guides/plugin-author/write-a-plugin.md",
     "docs/guides/researcher/recipes.md",
+    "docs/guides/operator/dashboard.md",
     "docs/guides/operator/serving.md",
     "docs/guides/tenant/data-on-the-service.md",
     "docs/guides/plugin-author/write-an-engine.md",

@@ -9,9 +9,9 @@ _MEANS: Final = {"reward": "reward", "advantage": "advantage", "kl": "kl", "mism
 NAMES: Final = {
     "loss": "loss per token",
     "reward": "reward",
-    "mismatch": "mismatch, mean |Δ logprob|",
-    "mismatch_max": "mismatch, maximum |Δ logprob|",
-    "kl": "KL estimate, sampled − trained logprob",
+    "mismatch": "mean mismatch",
+    "mismatch_max": "largest mismatch",
+    "kl": "KL estimate",
     "advantage": "advantage",
     "grad_norm": "gradient norm",
     "lr": "learning rate",

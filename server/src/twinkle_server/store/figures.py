@@ -7,18 +7,19 @@ adds them up into `steps` later, so that the size of a run is bounded and an ope
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select
 
 from twinkle_server.errors import NotFound
 from twinkle_server.ports import Database
 from twinkle_server.store.database import driver
 from twinkle_server.store.tables import figures, rollouts, steps
 
-_TOGETHER: Final = 1000
-"""Maximum number of operations that one transaction adds up."""
+_TOGETHER: Final = 16
+"""Maximum number of runs whose steps one transaction writes."""
+_PUT_STEP: Final = "INSERT INTO steps (run, step, tenant, number, time, data) VALUES (?, ?, ?, ?, ?, ?)"
 _OPEN: Final = 100
 """Maximum number of rows of a step that is not complete; beyond it, they become one row."""
 MOST: Final = 4096
@@ -62,12 +63,10 @@ class Figures:
 
     async def fold(self) -> int:
         """Across tenants: add up the operations of complete steps; return how many rows this has removed."""
-        total, after = 0, 0
-        while True:
-            count, after = await self._database.write(partial(self._fold, after))
-            total += count
-            if not after:
-                return total
+        folds = await self._database.read(_plan)
+        for start in range(0, len(folds), _TOGETHER):
+            await self._database.write(partial(self._apply, folds[start : start + _TOGETHER]))
+        return sum(len(fold.done) for fold in folds)
 
     async def steps(self, tenant: str, run: str, after: int = 0) -> list[Step]:
         """Return the complete steps of a tenant's run after a step, in order."""
@@ -94,34 +93,17 @@ class Figures:
 
         return await self._database.write(work)
 
-    def _fold(self, after: int, connection: Connection) -> tuple[int, int]:
-        """Across tenants: add up the operations after one.
-
-        Returns:
-            The number of rows that this has removed, and the last operation that was read; 0 at the end.
-        """
-        query = select(figures).where(figures.c.operation > after).order_by(figures.c.operation).limit(_TOGETHER)
-        rows = connection.execute(query).all()
-        runs: dict[str, list[Any]] = {}
-        for row in rows:
-            runs.setdefault(row.run, []).append(row)
-        count = sum(self._fold_run(connection, run, of_run) for run, of_run in runs.items())
-        return count, rows[-1].operation if len(rows) == _TOGETHER else 0
-
-    def _fold_run(self, connection: Connection, run: str, rows: list[Any]) -> int:
-        """Across tenants: write the complete steps of a run, and remove their operations; return their number."""
-        found, rest = _grouped(rows, _last(connection, run))
-        done = [(row.operation,) for row in rows[: len(rows) - rest]]
-        if found:
-            connection.execute(insert(steps), [_row(run, rows[0].tenant, entry) for entry in found])
-            self._thin(connection, run)
-        if rest > _OPEN:  # a step of very many operations, or a run without steps: they become one row
-            done += [(row.operation,) for row in rows[len(rows) - rest : -1]]
-            merged: Data = reduce(add, (orjson.loads(row.data) for row in rows[len(rows) - rest :]), {})
-            changed = update(figures).where(figures.c.operation == rows[-1].operation)
-            connection.execute(changed.values(data=orjson.dumps(merged).decode()))
-        driver(connection).executemany("DELETE FROM figures WHERE operation = ?", done)
-        return len(done)
+    def _apply(self, folds: "Sequence[_Fold]", connection: Connection) -> None:
+        """Across tenants: write the steps of some runs, and remove their operations."""
+        raw = driver(connection)
+        for fold in folds:
+            raw.executemany(_PUT_STEP, [_row(fold.run, fold.tenant, entry) for entry in fold.steps])
+            raw.executemany("DELETE FROM figures WHERE operation = ?", [(operation,) for operation in fold.done])
+            if fold.merged is not None:
+                raw.execute("UPDATE figures SET data = ? WHERE operation = ?", fold.merged)
+            every = max(1, self._most // 16)
+            if fold.steps and fold.steps[-1].step // every != (fold.steps[0].step - 1) // every:
+                self._thin(connection, fold.run)
 
     def _thin(self, connection: Connection, run: str) -> None:
         """Across tenants: merge pairs of a run's older steps if there are too many rows."""
@@ -133,7 +115,63 @@ class Figures:
         entries = [_step(row) for row in rows[: len(rows) // 2 * 2]]
         pairs = zip(entries[::2], entries[1::2], strict=True)
         connection.execute(delete(steps).where(steps.c.run == run, steps.c.step <= entries[-1].step))
-        connection.execute(insert(steps), [_row(run, rows[0].tenant, _pair(*pair)) for pair in pairs])
+        driver(connection).executemany(_PUT_STEP, [_row(run, rows[0].tenant, _pair(*pair)) for pair in pairs])
+
+
+class _Operation(NamedTuple):
+    """A row of `figures`."""
+
+    operation: int
+    tenant: str
+    run: str
+    number: int
+    kind: str
+    time: float
+    data: str
+
+
+_ALL: Final = f"SELECT {', '.join(_Operation._fields)} FROM figures ORDER BY number"
+"""All rows; those of a run are in the order in which they ran."""
+
+
+@dataclass(slots=True)
+class _Fold:
+    """What to write for one run.
+
+    Attributes:
+        run: its model.
+        tenant: its owner.
+        steps: complete steps.
+        done: operations whose rows are no longer needed.
+        merged: figures of all operations of the step that is not complete, and the operation whose row gets them.
+    """
+
+    run: str
+    tenant: str
+    steps: list[Step]
+    done: list[int]
+    merged: tuple[str, int] | None = None
+
+
+def _plan(connection: Connection) -> list[_Fold]:
+    """Across tenants: return what to write for each run that has complete steps, or many rows of an open one."""
+    runs: dict[str, list[_Operation]] = {}
+    for row in driver(connection).execute(_ALL):
+        entry = _Operation(*row)
+        runs.setdefault(entry.run, []).append(entry)
+    folds = (_fold(run, rows, _last(connection, run)) for run, rows in runs.items())
+    return [fold for fold in folds if fold.done]
+
+
+def _fold(run: str, rows: list[_Operation], last: int) -> _Fold:
+    found, rest = _grouped(rows, last)
+    whole, opened = rows[: len(rows) - rest], rows[len(rows) - rest :]
+    fold = _Fold(run, rows[0].tenant, found, [row.operation for row in whole])
+    if rest > _OPEN:
+        merged: Data = reduce(add, (orjson.loads(row.data) for row in opened), {})
+        fold.merged = orjson.dumps(merged).decode(), opened[-1].operation
+        fold.done += [row.operation for row in opened[:-1]]
+    return fold
 
 
 def _last(connection: Connection, run: str) -> int:
@@ -149,7 +187,8 @@ def _grouped(rows: Iterable[Any], last: int) -> tuple[list[Step], int]:
     data: Data = {}
     open_rows = 0
     for row in rows:
-        data = add(data, orjson.loads(row.data))
+        figures_of_row = orjson.loads(row.data)
+        data = add(data, figures_of_row) if data else figures_of_row
         open_rows += 1
         if row.kind == "optim_step":
             found.append(Step(last + len(found) + 1, row.number, row.time, 1, data))
@@ -161,12 +200,9 @@ def _pair(first: Step, second: Step) -> Step:
     return Step(second.step, second.number, second.time, first.count + second.count, add(first.data, second.data))
 
 
-def _row(run: str, tenant: str, entry: Step) -> dict[str, Any]:
+def _row(run: str, tenant: str, entry: Step) -> tuple[Any, ...]:
     data = entry.data if entry.count == 1 else {**entry.data, "count": entry.count}
-    return {
-        "run": run, "step": entry.step, "tenant": tenant, "number": entry.number, "time": entry.time,
-        "data": orjson.dumps(data).decode(),
-    }  # fmt: skip
+    return run, entry.step, tenant, entry.number, entry.time, orjson.dumps(data).decode()
 
 
 def _step(row: Any) -> Step:

@@ -5,7 +5,7 @@ const place = document.getElementById("curves");
 const logScale = document.getElementById("log-scale");
 const smoothing = document.getElementById("smoothing");
 const NS = "http://www.w3.org/2000/svg";
-const WIDTH = 360, HEIGHT = 170, LEFT = 46, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const WIDTH = 360, HEIGHT = 130, LEFT = 54, RIGHT = 6, TOP = 8, BOTTOM = 18;
 const charts = new Map();
 let points = [];
 let titles = {};
