@@ -22,7 +22,7 @@ _BODIES = {
     "AcmeReadsData": "return {'text': os.listdir(os.environ.get('ACME_DATA', '/root'))}",
     "AcmeConnects": "socket.create_connection(('127.0.0.1', 9))",
     "AcmeSpawns": "subprocess.run(['id'])",
-    "AcmeSecrets": "return {'text': [n for n in os.environ if 'TOKEN_' in n or 'KEY' in n] or ['none']}",
+    "AcmeSecrets": "return {'text': [str([n for n in os.environ if 'TOKEN_' in n or 'KEY' in n])] * len(rows['n'])}",
 }
 _UNSAFE = "AcmeUnsafe"
 _CLASS = '''

@@ -114,7 +114,7 @@ def test_code_of_a_worker_reaches_nothing(client: Client, name: str) -> None:
     with pytest.raises(Unsupported, match="data resources do not"):
         dataset.map(name)
     dataset.map("AcmeSecrets")
-    assert dataset["text"] == ["none"]
+    assert set(dataset["text"]) == {"[]"}
 
 
 @pytest.mark.parametrize(

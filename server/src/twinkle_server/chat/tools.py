@@ -125,7 +125,8 @@ class ToolReader:
 
 def _named(call: Any) -> tuple[str, str]:
     function = call["function"]
-    return function["name"], function["arguments"]
+    arguments = function["arguments"]
+    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -41,9 +41,9 @@ class AppState:
         sources._kept = 0
         read = sources._read
 
-        def counted(folder):
+        def counted(folder, *more):
             self.reads += 1
-            return read(folder)
+            return read(folder, *more)
 
         sources._read = counted
         self.base = bench.sample(PROMPT, max_tokens=1, prompt_logprobs=True)[1].logprobs[1:]

@@ -68,12 +68,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    structured_outputs: Mapping[str, Any] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_samples: int = 1
@@ -84,6 +79,11 @@ class SamplingParams:
     prompt_draws: int = 0
     sampled_logprobs: bool = False
     raw_logprobs: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.logit_bias = _read_bias(self.logit_bias)
