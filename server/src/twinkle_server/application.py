@@ -67,6 +67,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
 
     data, uploads = data_resources(settings, store), hub_uploads(settings, store)
     application.state.state.data, application.state.state.uploads = data, uploads
+    service.at_close += [data.close, uploads.close]
     service.janitor.add("data resources", min(10.0, settings.times.session / 4), data.sweep)
     service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
     add_routes(application.router, data_routes.router, native.PREFIX)

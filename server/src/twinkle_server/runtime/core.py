@@ -79,6 +79,8 @@ class Runtime:
             self.dispatcher, journal, self.outcomes, self.arrivals, settings.times, self._max_gap
         )
         self.janitor = Janitor()
+        self.at_close: list[Callable[[], Awaitable[None]]] = []
+        """Called by `close`, for parts of the service that have processes of their own."""
         self._events = EngineEvents(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
         self.runtime_status = RuntimeStatus(
@@ -140,6 +142,8 @@ class Runtime:
         """Stop the engine and all tasks; the next service on this log resumes what is pending."""
         self.runtime_status.draining = self.dispatcher.stopped = True
         await self.janitor.stop()
+        for end in self.at_close:
+            await end()
         if self._taking:
             await asyncio.wait(self._taking, timeout=_LAST_WORDS)
         await self.supervisor.stop()
