@@ -1,8 +1,10 @@
 """The same training script, in this process and on a service, has the same losses; its checkpoint goes to a hub."""
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from serving import Served, pool
 
 import twinkle
 from twinkle.dataset import DatasetMeta
+from twinkle.errors import TwinkleError
 from twinkle.testing import FakeHub, tiny_model
 from twinkle_testing.fakehub import TOKEN
 
@@ -99,3 +102,31 @@ def _head(hub: FakeHub, name: str) -> dict[str, bytes]:
     repository = hub.store.find(name, "model")
     assert repository is not None
     return dict(repository.commits[repository.branches["main"]].files)
+
+
+def test_a_call_that_runs_does_not_delay_the_end_of_the_service(model: Path, tmp_path: Path) -> None:
+    served = pool(tmp_path / "data", model, {"name": NAME}).start()
+    twinkle.initialize(mode="http", base_url=served.url, api_key=served.key)
+    try:
+        from twinkle.dataset import IterablePackingDataset
+
+        endless = IterablePackingDataset(DatasetMeta("builtin://self-cognition"), cyclic=True)
+        endless.filter("LengthFilter", init_args={"min_length": 10**9, "unit": "characters", "column": "query"})
+        hangs = threading.Thread(target=lambda: _ignored(lambda: next(iter(endless))), daemon=True)
+        hangs.start()
+        resources = endless._client.connection
+        while not resources.run(resources.request("GET", "/data"))["resources"][0]["calls"] > 2:
+            time.sleep(0.1)
+        begin = time.monotonic()
+        resources._retry_seconds = 0.0
+        served.stop()
+        assert time.monotonic() - begin < 60  # the time limit of a call is 300 s
+        hangs.join(60)
+        assert not hangs.is_alive()
+    finally:
+        _ignored(lambda: twinkle.initialize("local"))
+
+
+def _ignored(work: Callable[[], Any]) -> None:
+    with contextlib.suppress(TwinkleError):
+        work()

@@ -96,7 +96,7 @@ def data_service(folder: Path, model: Path, limits: DataLimits, name: str = "org
     try:
         yield DataService(f"http://127.0.0.1:{sock.getsockname()[1]}", state, loop, application)
     finally:
-        loop.call_soon_threadsafe(state.data.close)
+        asyncio.run_coroutine_threadsafe(state.data.close(), loop).result(30)
         server.should_exit = True
         thread.join(20)
         loop.close()

@@ -85,10 +85,12 @@ def assemble(
         return await service.status()
 
     data = application.state.state.data = data_resources(settings, store)
+    service.on_close.append(data.close)
     service.janitor.add("data resources", min(10.0, settings.times.session / 4), data.sweep)
     if settings.uploads.enabled:
         uploads = application.state.state.uploads = hub_uploads(settings, store)
         service.janitor.add("hub uploads", _UPLOADS, uploads.sweep)
+        service.on_close.append(uploads.close)
     add_routes(application.router, data_routes.router, native.PREFIX)
     add_routes(application.router, upload_routes.router, native.PREFIX)
     metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))

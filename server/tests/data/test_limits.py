@@ -134,6 +134,7 @@ def test_a_bad_call_ends_its_own_resource_only(client: Client, name: str, reason
     assert len(other) == 10
 
 
+@pytest.mark.full
 def test_other_tenants_do_not_wait_for_a_call_that_hangs(service: DataService, client: Client) -> None:
     neighbour = service.tenant("neighbour")
     fine, bad = rows(neighbour), rows(client)

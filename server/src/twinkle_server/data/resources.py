@@ -210,9 +210,12 @@ class DataResources:
             elif not await self._is_active(resource.tenant, resource.session):
                 self._end(resource, "its session has ended")
 
-    def close(self) -> None:
-        """End all processes."""
-        self._workers.close()
+    async def close(self) -> None:
+        """End all processes, also those in which a call runs."""
+        for family in self._families:
+            if family.worker is not None:
+                family.worker.kill()
+        await asyncio.to_thread(self._workers.close)
         for family in self._families:
             family.thread.shutdown(wait=False, cancel_futures=True)
 

@@ -77,7 +77,7 @@ class Runtime:
         record_rollouts: called with each message `ROLLOUTS`.
         queue_state: see `RuntimeStatus.queue_state`.
         ready: see `RuntimeStatus.ready`.
-        on_close: called when the service stops.
+        on_close: called when the service stops, by parts of it that have processes of their own.
 
     Args:
         settings: of the service.
@@ -188,10 +188,10 @@ class Runtime:
         self.runtime_status.draining = self.dispatcher.stopped = True
         self.generations.fail_all("the service is shutting down")
         await self.janitor.stop()
-        if self._taking:
-            await asyncio.wait(self._taking, timeout=_LAST_WORDS)
         for close in self.on_close:
             await close()
+        if self._taking:
+            await asyncio.wait(self._taking, timeout=_LAST_WORDS)
         await self.supervisor.stop()
         await self.outcomes.stop(_LAST_WORDS)
         self.futures.close()
