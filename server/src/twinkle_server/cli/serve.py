@@ -13,6 +13,7 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 uses a free port.")
 @click.option("--name", help="Name of the model for clients; by default MODEL.")
+@click.option("--template", default="Template", show_default=True, help="The chat template of `/v1`, a component.")
 @click.option("--no-auth", is_flag=True, help="Serve without keys; only on the loopback interface.")
 @click.option(
     "--max-pass-ms",
@@ -106,6 +107,7 @@ def main(
     host: str,
     port: int,
     name: str | None,
+    template: str,
     no_auth: bool,
     max_pass_ms: float,
     pass_tokens: int | None,
@@ -136,6 +138,7 @@ def main(
         model=model,
         data=data.expanduser().absolute(),
         name=name,
+        template=template,
         host=host,
         port=port,
         auth=not no_auth,
