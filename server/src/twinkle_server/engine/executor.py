@@ -29,7 +29,7 @@ from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.samples import Sampled, Samples, Versions
 from twinkle_server.engine.streams import Entry, Streams
-from twinkle_server.operations import Create, Generate, Load, ModelInfo, OptimStep, Sample, Save
+from twinkle_server.operations import Create, Embed, Generate, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
@@ -123,6 +123,26 @@ class Models:
             model = self._add(queue_id, spec)
             with self._removed_on_error(queue_id):
                 self._engine.restore(model.ref, folder)
+
+    @contextmanager
+    def embedding(self, embed: Embed, source: Path | None) -> Iterator[AdapterRef]:
+        """Yield the adapter of a request for vectors: that of a model, or a temporary one with a checkpoint."""
+        if embed.model is not None or source is None:
+            yield self[embed.model or ""].ref
+            return
+        with _checkpoint_errors():
+            shape = {name: getattr(embed, name) for name in _SHAPE}
+            spec = self._engine.read_spec(source)
+            self._count += 1
+            ref = self._engine.add(f"model-{self._count}", spec or AdapterSpec(**shape))
+            try:
+                if spec is None:
+                    self._engine.load(ref, source)
+                else:
+                    self._engine.restore(ref, source)
+                yield ref
+            finally:
+                self._engine.remove(ref)
 
     def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if no model has this id."""
@@ -401,6 +421,16 @@ class Executor:
         """Submit a streamed request; raises its error if it is invalid."""
         with public_errors():
             self._streams.submit(key, generate, source)
+
+    def embed(self, embed: Embed, source: Path | None) -> bytes:
+        """Return the vectors of texts, as float32 `[N, H]` in one piece."""
+        rows: Any = [{"input_ids": tokens} for tokens in embed.rows]
+        with public_errors(), self._models.embedding(embed, source) as ref:
+            (outcome,) = self.engine.run([Operation(ref, "forward", rows, options={"task": "embedding"})])
+            if isinstance(outcome, OperationError):
+                raise outcome.error
+            vectors: list[Any] = [_on_host(output["embeddings"]) for output in outcome.outputs]
+            return np.asarray([np.asarray(vector) for vector in vectors], np.float32).tobytes()
 
     def decode(self) -> list[Sampled]:
         """Run one decode step; return the requests that have ended, and the streamed requests that failed."""

@@ -262,7 +262,7 @@ def _is_structure(value: Any) -> bool:
     if key == "choice":
         texts = isinstance(content, Sequence) and not isinstance(content, str)
         return texts and bool(content) and all(isinstance(text, str) and text for text in content)
-    kinds = {"json": (str, Mapping, bool), "json_object": bool, "regex": str, "grammar": str}
+    kinds: dict[str, Any] = {"json": (str, Mapping, bool), "json_object": bool, "regex": str, "grammar": str}
     return (
         key in kinds and isinstance(content, kinds[key]) and content != "" and (key == "json" or content is not False)
     )

@@ -264,7 +264,8 @@ def penalties(case: EngineCase) -> None:
     """`presence_penalty` and `frequency_penalty` lower logits of sampled tokens; absent they are `Unsupported`."""
     _needs_feature(case, "penalties", {"presence_penalty": 1.0}, {"frequency_penalty": 1.0})
     for name in ("presence_penalty", "frequency_penalty"):
-        (drawn,) = case.tokens(temperature=0, max_tokens=6, **{name: 1e4})
+        penalty: dict[str, Any] = {name: 1e4}
+        (drawn,) = case.tokens(temperature=0, max_tokens=6, **penalty)
         require(len(set(drawn)) == 6, f"with {name}=1e4 it drew {drawn}, which has a token twice")
     (first,), (repeated,) = (case.tokens(temperature=0, max_tokens=1, presence_penalty=value) for value in (0.0, 1e4))
     require(first == repeated, "presence_penalty changed the first token, although nothing had been sampled")
@@ -272,10 +273,11 @@ def penalties(case: EngineCase) -> None:
 
 def structured_outputs(case: EngineCase) -> None:
     """The text matches `structured_outputs` and ends where it is complete; absent it is `Unsupported`."""
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     _needs_feature(case, "structured_outputs", {"structured_outputs": {"json": schema}})
-    for stop in (None, []):
+    stops: tuple[Any, ...] = None, []
+    for stop in stops:
         for sequence in case.sample(
             temperature=1.5, num_samples=4, max_tokens=60, stop=stop, structured_outputs={"json": schema}
         ).sequences:

@@ -52,7 +52,7 @@ def processed(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             seen[_indices([*prompt, *draft.tokens], row)] = True
             row.copy_(penalize(row, seen, params.repetition_penalty))
         if draft.tokens and (params.presence_penalty or params.frequency_penalty):
-            tokens, counts = _indices(draft.tokens, row).unique(return_counts=True)
+            tokens, counts = torch.unique(_indices(draft.tokens, row), return_counts=True)
             row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
     _constrain(out, rows)
     return out
