@@ -52,6 +52,7 @@ ALLOWED = {
     "docs/guides/researcher/recipes.md": {"starts processes": 1},
     "docs/guides/tenant/data-on-the-service.md": {"needs a network": 1},
     "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
+    "docs/guides/tenant/chat.md": {"changes the shell": 1, "needs a model with tools": 1},
     "docs/guides/operator/serving.md": {
         "installs packages": 1,
         "changes the shell": 1,
@@ -94,6 +95,7 @@ HEAVY = {
     "docs/guides/operator/dashboard.md",
     "docs/guides/operator/serving.md",
     "docs/guides/tenant/data-on-the-service.md",
+    "docs/guides/tenant/chat.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",
     "docs/guides/researcher/reinforcement-learning.md",
@@ -137,8 +139,11 @@ def services(namespace: dict[str, Any]) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("NO_PROXY", "no_proxy"):
                 patch.setenv(name, "127.0.0.1,localhost")
-            for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN"):
+            for name in ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN"):
                 patch.setenv(name, "")
+            for name in ("TINKER", "OPENAI", "ANTHROPIC"):
+                patch.setenv(f"{name}_BASE_URL", "")
+                patch.setenv(f"{name}_API_KEY", "")
             patch.setenv("TINKER_TELEMETRY", "0")
             yield
     finally:
@@ -249,8 +254,10 @@ def in_this_process(words: list[str], changes: dict[str, str]) -> tuple[str, int
 def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
     if words[:2] == ["twinkle", "serve"]:
         STARTED.append(commanded(words).start())
-        os.environ.update(TINKER_BASE_URL=STARTED[-1].url, TINKER_API_KEY=STARTED[-1].key)
-        os.environ.update(TWINKLE_SERVER_URL=STARTED[-1].url, TWINKLE_SERVER_TOKEN=STARTED[-1].key)
+        url, key = STARTED[-1].url, STARTED[-1].key
+        os.environ.update(TINKER_BASE_URL=url, TINKER_API_KEY=key, OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY=key)
+        os.environ.update(ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key)
+        os.environ.update(TWINKLE_SERVER_URL=url, TWINKLE_SERVER_TOKEN=key)
     elif words[0] == "twinkle":
         small = [text for flag, value in SMALL.items() if flag not in words for text in (flag, value)]
         patch.setattr(sys, "argv", words)

@@ -12,7 +12,10 @@ import httpx
 import openai
 import pytest
 import server_sdk as sdk
+import torch
+from peft import PeftModel
 from serving import Served, pool
+from transformers import AutoModelForCausalLM
 
 from twinkle.testing import tiny_model, tiny_tokenizer
 
@@ -276,6 +279,44 @@ def test_a_reader_that_stops_delays_nobody(service: Served, client: openai.OpenA
         for _ in range(3):
             assert complete(client, BASE, max_tokens=8).finish_reason in ("length", "stop")
         assert b"[DONE]" in b"".join(slow.iter_bytes())
+
+
+def test_vectors_of_an_adapter_for_embeddings(service: Served, client: openai.OpenAI, training: Any) -> None:
+    texts = ["ab", "cde"]
+    with sdk.opened(service.url, service.key) as opened:
+        adapter = sdk.trainer(opened, BASE, rank=4, seed=3, user_metadata={"task": "embedding"})
+        for _ in range(2):
+            adapter.forward_backward([sdk.row([*PROMPT, 70, 71])], "cross_entropy").result(SECONDS)
+            adapter.optim_step(ADAM).result(SECONDS)
+        names = [adapter.model_id, f"{adapter.model_id}/state", f"{adapter.model_id}/sampler"]
+        adapter.save_state("state").result(SECONDS)
+        adapter.save_weights_for_sampler("sampler").result(SECONDS)
+        found = [client.embeddings.create(model=name, input=texts) for name in names]
+        lists = client.embeddings.create(model=names[0], input=texts, encoding_format="float")
+        export = Path(service.data)  # the checkpoint in PEFT's format, read by transformers and PEFT alone
+        folders = [path.parent for path in export.rglob("adapter_model.safetensors") if "checkpoints" in path.parts]
+        expected = vectors(max(folders, key=lambda folder: folder.stat().st_mtime), service, texts)
+    for answer in found:
+        for one, own in zip(answer.data, expected, strict=True):
+            assert one.embedding == pytest.approx(own, abs=1e-4)
+    assert lists.data[1].embedding == pytest.approx(found[0].data[1].embedding, abs=1e-6)
+    assert lists.usage.prompt_tokens == 5
+    for name in (BASE, training.model_id):
+        with pytest.raises(openai.BadRequestError, match="not trained for embeddings"):
+            client.embeddings.create(model=name, input="x")
+
+
+def vectors(adapter: Path, service: Served, texts: list[str]) -> list[list[float]]:
+    """Return normalized last hidden states of the last tokens, by transformers and PEFT."""
+    base = str(Path(service.data).parent / "base")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
+    found = []
+    for text in texts:
+        ids = torch.tensor([tiny_tokenizer().encode(text)])
+        with torch.no_grad():
+            hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
+        found.append(torch.nn.functional.normalize(hidden, dim=0).tolist())
+    return found
 
 
 @pytest.mark.full

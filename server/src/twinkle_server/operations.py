@@ -405,6 +405,39 @@ class Generate(_Payload):
         most: int | None = self.params.get("max_tokens")
         return most
 
+    @property
+    def size(self) -> int:
+        """Number of tokens to read."""
+        return len(self.tokens)
+
+
+@dataclass(slots=True)
+class Embed(_Payload):
+    """A request for the vectors of texts. Like `Generate`, it is not written to the log.
+
+    Attributes:
+        rows: tokens of the texts.
+        source: folder of a checkpoint, relative to the data folder.
+        model: id of the model whose present weights are used; one of both is given.
+        rank: of the checkpoint.
+        train_attn: whether the checkpoint adapts attention layers.
+        train_mlp: whether it adapts MLP layers.
+        train_unembed: whether it adapts the output head.
+    """
+
+    rows: list[list[int]]
+    source: str | None = None
+    model: str | None = None
+    rank: int = 1
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of tokens to read."""
+        return sum(map(len, self.rows))
+
 
 @dataclass(slots=True)
 class Unload(_Payload):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from twinkle_server.operations import (
     Accepted,
     Category,
+    Embed,
     Future,
     Generate,
     ModelInfo,
@@ -182,7 +183,7 @@ class Service(Protocol):
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
         """Return a future when it is resolved, or its current state after `seconds`."""
 
-    async def generate(self, tenant: str, generate: Generate) -> "Generation":
+    async def generate(self, tenant: str, generate: Generate | Embed) -> "Generation":
         """Send a streamed request to the engine; it is not written to the log."""
 
     async def cancel(self, request: str, tenant: str) -> None:

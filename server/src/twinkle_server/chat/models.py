@@ -1,13 +1,13 @@
 """Names of models: the base model, and the models and checkpoints of the caller."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle_server.app_state import AppState, Caller, now
 from twinkle_server.chat.errors import ModelNotFound
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.store.records import Checkpoint
+from twinkle_server.store.records import Checkpoint, Model
 
 LATEST = "latest"
 _SAMPLED = ("sampler_weights", "weights")
@@ -23,10 +23,17 @@ class Target:
     Attributes:
         source: folder of a checkpoint, relative to the data folder.
         model: id of the model whose present weights are used; without both, it is the base model.
+        record: of the model or checkpoint; None for the base model.
     """
 
     source: str | None = None
     model: str | None = None
+    record: Model | Checkpoint | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Target":
+        """Return the weights of a checkpoint."""
+        return cls(checkpoint.folder, record=checkpoint)
 
 
 async def resolve(state: AppState, caller: Caller, name: str) -> Target:
@@ -43,11 +50,11 @@ async def resolve(state: AppState, caller: Caller, name: str) -> Target:
     try:
         if name.startswith(_SCHEMES):
             path = CheckpointPath.parse("tinker://" + name.partition("://")[2])
-            return Target((await _checkpoint(state, caller, path)).folder)
+            return Target.of(await _checkpoint(state, caller, path))
         run, _, checkpoint = name.partition("/")
         if not checkpoint or checkpoint == LATEST:
             return await _newest(state, caller, run)
-        return Target((await _named(state, caller, run, checkpoint)).folder)
+        return Target.of(await _named(state, caller, run, checkpoint))
     except (NotFound, BadRequest) as error:
         raise ModelNotFound(f"the model {name[:300]!r} does not exist") from error
 
@@ -55,12 +62,12 @@ async def resolve(state: AppState, caller: Caller, name: str) -> Target:
 async def _newest(state: AppState, caller: Caller, run: str) -> Target:
     model = await state.store.models.get(caller.tenant, run)
     if model.status not in ("gone", "corrupted"):
-        return Target(model=run)
+        return Target(model=run, record=model)
     latest = await state.store.checkpoints.latest(caller.tenant, [run], now())
     found = [checkpoint for (_, kind), checkpoint in latest.items() if kind in _SAMPLED]
     if not found:
         raise NotFound("no weights are left of this run")
-    return Target(max(found, key=lambda checkpoint: checkpoint.created).folder)
+    return Target.of(max(found, key=lambda checkpoint: checkpoint.created))
 
 
 async def _named(state: AppState, caller: Caller, run: str, name: str) -> Checkpoint:

@@ -51,6 +51,7 @@ FLAGS: Final = (
     Flag("network.port", "--port", "0 uses a free port."),
     Flag("name", "--name", "Name of the model for clients; by default the hub id, or the last part of a folder."),
     Flag("tokenizer", "--tokenizer", "Where clients load the tokenizer: an id at Hugging Face, or a path of theirs."),
+    Flag("template", "--template", "The chat template of `/v1`, a component.", metavar="NAME"),
     Flag("network.root_path", "--root-path", "Prefix that a proxy removes, such as /twinkle.", metavar="PREFIX"),
     Flag(
         "network.trusted_proxies",

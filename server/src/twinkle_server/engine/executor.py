@@ -30,12 +30,12 @@ from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.native.models import Finish, NativeModels
 from twinkle_server.engine.native.state import read_spec
-from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows
+from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows, vectors_of
 from twinkle_server.engine.queues import Composition
 from twinkle_server.engine.recording import Recorded, Recorder, TrainedRow
 from twinkle_server.engine.samples import Sampled, Samples, Versions
 from twinkle_server.engine.streams import Entry, Streams
-from twinkle_server.operations import Create, Generate, Load, ModelInfo, OptimStep, Sample, Save
+from twinkle_server.operations import Create, Embed, Generate, Load, ModelInfo, OptimStep, Sample, Save
 from twinkle_server.settings import Limits
 from twinkle_server.wire import codec
 
@@ -172,6 +172,26 @@ class Models:
                 self._engine.restore(model.ref, folder)
                 if state is not None:
                     self.native.resume(queue_id, state, lambda: self._engine.restore(model.ref, folder))
+
+    @contextmanager
+    def embedding(self, embed: Embed, source: Path | None) -> Iterator[AdapterRef]:
+        """Yield the adapter of a request for vectors: that of a model, or a temporary one with a checkpoint."""
+        if embed.model is not None or source is None:
+            yield self[embed.model or ""].ref
+            return
+        with _checkpoint_errors():
+            shape = {name: getattr(embed, name) for name in _SHAPE}
+            spec = self._engine.read_spec(source)
+            self._count += 1
+            ref = self._engine.add(f"model-{self._count}", spec or AdapterSpec(**shape))
+            try:
+                if spec is None:
+                    self._engine.load(ref, source)
+                else:
+                    self._engine.restore(ref, source)
+                yield ref
+            finally:
+                self._engine.remove(ref)
 
     def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if no model has this id."""
@@ -572,6 +592,15 @@ class Executor:
         """Submit a streamed request; raises its error if it is invalid."""
         with public_errors():
             self._streams.submit(key, generate, source)
+
+    def embed(self, embed: Embed, source: Path | None) -> bytes:
+        """Return the vectors of texts, as float32 `[N, H]` in one piece."""
+        rows: Any = [{"input_ids": tokens} for tokens in embed.rows]
+        with public_errors(), self._models.embedding(embed, source) as ref:
+            (outcome,) = self.engine.run([Operation(ref, "forward", rows, options={"task": "embedding"})])
+            if isinstance(outcome, OperationError):
+                raise outcome.error
+            return vectors_of(outcome)
 
     def decode(self) -> list[Sampled]:
         """Run one decode step; return the requests that have ended, and the streamed requests that failed."""

@@ -217,6 +217,8 @@ class Host:
             return
         elif item.type == messages.RUN:
             self._queues.add(Task.of_run(item))
+        elif item.type == messages.EMBED:
+            self._queues.add(Task.of_embed(item))
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
             self._queues.add(Task.of_order(item))
         elif item.type == messages.WEIGHTS:

@@ -21,6 +21,7 @@ RUN = "run"  #                            id, queue, number, kind, tenant, token
 RESTORE = "restore"  #                    queue, folder (None: without a snapshot)                    -
 DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
 GENERATE = "generate"  #                  id (below -1), tenant, model (whose present weights are used)  a Generate
+EMBED = "embed"  #                        id (below -1), tenant, model                               an Embed
 CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
 WEIGHTS = "weights"  #                    weights: by tenant; of the others it is 1                   -

@@ -25,6 +25,11 @@ def output_of(outcome: OperationResult | OperationError, rows: Rows) -> bytes | 
     return codec.forward_backward_output([{"logprobs": array} for array in logprobs], metrics)
 
 
+def vectors_of(outcome: OperationResult) -> bytes:
+    """Return the vectors of an operation's rows, as float32 `[N, H]` in one piece."""
+    return bytes(np.stack([_floats(output["embeddings"]) for output in outcome.outputs]).tobytes())
+
+
 def sums_of(outcome: OperationResult) -> tuple[float, Mapping[str, float]]:
     """Return the loss and the metrics of an operation, as sums over its rows."""
     return float(outcome.loss_sum or 0.0), {name: float(value) for name, value in outcome.metrics.items()}

@@ -54,6 +54,8 @@ DETACH = "detach"
 SNAPSHOT = "snapshot"
 GENERATE = "generate"
 """Kind of a streamed request, which is no operation."""
+EMBED = "embed"
+"""Kind of a request for vectors, which is no operation."""
 ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
 """Orders of the service to a queue; they keep their place among the operations."""
 NOBODY = ""
@@ -119,6 +121,13 @@ class Task:
         """Parse a GENERATE message; the queue is that of the model whose present weights are used, or ""."""
         head = message.head
         return cls(head["id"], head.get("model") or "", -1, GENERATE, head["tenant"], payload=message.body)
+
+    @classmethod
+    def of_embed(cls, message: Message) -> "Task":
+        """Parse an EMBED message; it waits in the queue of its model, or alone in a queue."""
+        head = message.head
+        queue_id = head.get("model") or f"embed{head['id']}"
+        return cls(head["id"], queue_id, -1, EMBED, head["tenant"], payload=message.body)
 
     @property
     def first_pass(self) -> int | None:

@@ -18,7 +18,7 @@ from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, ro
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
-from twinkle_server.operations import NATIVE, PASSES, STEPS, Create, Load, OptimStep, Save, turn_name
+from twinkle_server.operations import NATIVE, PASSES, STEPS, Create, Embed, Load, OptimStep, Save, turn_name
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2
@@ -210,6 +210,9 @@ class OperationRunner:
         Raises:
             EngineFault: the process must end; finished tasks were reported.
         """
+        if tasks[0].kind == queues.EMBED:
+            self._embed(tasks[0])
+            return
         tasks = [task for task in tasks if not self._end_without_turn(task)]
         if not tasks:
             return
@@ -227,6 +230,16 @@ class OperationRunner:
             cost = Cost()
         reach("engine.after_turn")
         self._passed(turn_name(kind), tasks, self._interleaving.clock() - begin, cost)
+
+    def _embed(self, task: Task) -> None:
+        self._interleaving.begin([task.id])
+        try:
+            embed = Embed.parse(task.payload)
+            self._report(done(task, self._executor.embed(embed, self._sources(embed.source))))
+        except EngineFault:
+            raise
+        except Exception as error:
+            self._report(failed(task, error))
 
     def restore(self, task: Task) -> None:
         """Run a RESTORE; if memory or file descriptors are exhausted, the service retries it later."""

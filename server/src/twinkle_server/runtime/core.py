@@ -19,6 +19,7 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, LeaseLost, Unavailable, Unprocessable
 from twinkle_server.operations import (
     Accepted,
+    Embed,
     Future,
     Generate,
     ModelInfo,
@@ -313,8 +314,8 @@ class Runtime:
         """
         return await self.futures.wait(request, tenant, seconds)
 
-    async def generate(self, tenant: str, generate: Generate) -> Generation:
-        """Send a streamed request to the engine; it is not written to the log.
+    async def generate(self, tenant: str, generate: Generate | Embed) -> Generation:
+        """Send a streamed request, or one for vectors, to the engine; it is not written to the log.
 
         Raises:
             Gone: its model accepts no operations any more.

@@ -18,7 +18,7 @@ import orjson
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import LinkClosed, Message
 from twinkle_server.errors import BadRequest, Busy, ServiceError, Unavailable
-from twinkle_server.operations import Generate
+from twinkle_server.operations import Embed, Generate
 from twinkle_server.ports import Figures
 from twinkle_server.runtime.supervision import Child
 
@@ -136,7 +136,7 @@ class Generations:
         if (count := self.of_tenants[tenant]) >= self._limit:
             raise Busy(f"too many unfinished requests: you have {count} (limit {self._limit}); wait for some to finish")
 
-    def open(self, child: Child | None, tenant: str, generate: Generate) -> Generation:
+    def open(self, child: Child | None, tenant: str, generate: Generate | Embed) -> Generation:
         """Send a request to the engine.
 
         Raises:
@@ -150,11 +150,12 @@ class Generations:
                 with contextlib.suppress(LinkClosed):
                     child.put(Message(messages.CANCEL, {"id": key}))
 
-        generation = Generation(key, tenant, len(generate.tokens), cancel)
+        generation = Generation(key, tenant, generate.size, cancel)
+        kind = messages.EMBED if isinstance(generate, Embed) else messages.GENERATE
         try:
             if child is None:
                 raise LinkClosed("there is no engine")
-            child.put(Message(messages.GENERATE, head, generate.dump()))
+            child.put(Message(kind, head, generate.dump()))
         except LinkClosed as error:
             raise Unavailable("the engine is starting; retry in a few seconds", retry_after=RETRY) from error
         self._running[key] = generation
@@ -171,10 +172,14 @@ class Generations:
                     self._close(key, "done")
 
     def done(self, message: Message) -> bool:
-        """Handle the failure of a streamed request; return False for any other DONE message."""
+        """Handle the failure of a request, or its vectors; return False for the DONE message of an operation."""
         key = message.head["id"]
         if key > -2:
             return False
+        if message.head.get("error") is None:
+            if (generation := self._close(key, "done")) is not None:
+                generation.add([], {"body": message.body})
+            return True
         error, category = str(message.head.get("error")), message.head.get("category") or "server"
         if (generation := self._close(key, category)) is not None:
             generation.fail(BadRequest(error) if category == "user" else GenerationFailed(error))

@@ -12,7 +12,7 @@ from typing import Any, Self
 from sqlalchemy import Connection, func, or_, select
 
 from twinkle_server.errors import BadRequest, Busy, Forbidden
-from twinkle_server.operations import Accepted, Generate, Kind, ModelInfo, Submission
+from twinkle_server.operations import Accepted, Embed, Generate, Kind, ModelInfo, Submission
 from twinkle_server.ports import Service
 from twinkle_server.runtime.generations import Generation
 from twinkle_server.store.records import Key
@@ -222,7 +222,7 @@ class Limited:
         log_accepted(submission, accepted)
         return accepted
 
-    async def generate(self, tenant: str, generate: Generate) -> Generation:
+    async def generate(self, tenant: str, generate: Generate | Embed) -> Generation:
         """Send a streamed request; its tokens are charged as they are read.
 
         Raises:
