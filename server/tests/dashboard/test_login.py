@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.testclient import TestClient
 
+from twinkle_server.application import assemble
 from twinkle_server.dashboard.login import Logins, Visitor
 from twinkle_server.dashboard.pages import Dashboard
+from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Forbidden, Unauthorized
+from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
+from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Rollouts, Settings
 from twinkle_server.store import open_store
 from twinkle_server.store.records import Model
+from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.tenancy.auth import LOCAL, Caller
 from twinkle_server.tenancy.keys import lookup
 
@@ -98,3 +104,30 @@ def test_texts_are_for_their_tenant_and_for_operators_if_allowed(tmp_path: Path)
             pages = Dashboard(None, store, settings, None, None)  # type: ignore[arg-type]
             readable = [pages._readable(Visitor(caller, ""), run) for caller in (ANA, eve, operator)]
             assert readable == [True, False, allowed]
+
+
+@pytest.mark.parametrize("dashboard", [True, False])
+def test_a_service_without_dashboard_has_no_pages(tmp_path: Path, dashboard: bool) -> None:
+    settings = Settings("m", tmp_path, dashboard=dashboard)
+    metrics = Metrics(b"s")
+    with closing(open_store(tmp_path)) as store:
+        client = TestClient(assemble(settings, store, Service(settings, store, metrics), metrics))
+        found = [
+            client.get(path, follow_redirects=False).status_code for path in ("/", "/ui/login", "/ui/static/app.js")
+        ]
+    assert found == ([303, 200, 200] if dashboard else [401, 401, 401])
+
+
+def test_rollouts_that_shall_not_be_kept_are_not_written(tmp_path: Path) -> None:
+    message = Message("rollouts", {"queue_id": "r", "tenant": "ana", "number": 1, "rows": [{"n": 2}]}, bytes(36))
+
+    async def kept(store: Any, rows: int) -> list[Any]:
+        buffer = RolloutBuffer(store.rollouts, Rollouts(rows=rows))
+        buffer.add(message)
+        await buffer.flush()
+        found: list[Any] = await store.rollouts.of_run("ana", "r", 9)
+        return found
+
+    with closing(open_store(tmp_path)) as store:
+        assert asyncio.run(kept(store, 0)) == []
+        assert [row.about for row in asyncio.run(kept(store, 2))] == [{"n": 2}]
