@@ -89,6 +89,7 @@ def test_every_page_shows_a_tenant_its_own_things(scene: Scene, page: Page) -> N
     ):  # fmt: skip
         page.goto(f"{scene.served.url}/{path}")
         assert expected in page.text(), path
+        assert page.eval("document.documentElement.scrollWidth <= innerWidth"), f"{path} is broader than the window"
 
 
 def test_curves_grow_while_the_run_trains(scene: Scene, page: Page) -> None:
@@ -134,6 +135,10 @@ def test_texts_of_rollouts_are_text(scene: Scene, page: Page) -> None:
 def test_an_operator_sees_all_tenants_but_no_texts(scene: Scene, page: Page) -> None:
     scene.page_of(page, scene.operator).goto(f"{scene.served.url}/ui/runs/{scene.run.id}")
     assert "shown only to the tenant" in page.text("#rollouts")
+    page.goto(f"{scene.served.url}/")
+    assert "latency" in page.text("#tiles").lower()
+    assert page.eval("document.documentElement.scrollWidth <= innerWidth")
+    page.goto(f"{scene.served.url}/ui/runs/{scene.run.id}")
     assert "<script>" not in page.text("#rollouts")
 
 

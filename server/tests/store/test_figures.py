@@ -107,6 +107,8 @@ def test_folding_at_any_time_changes_nothing(log: Log, store: Store, run: Run, s
     sums = [{name: step.data.get(name, 0) for name in ("loss", "tokens")} for step in found]
     assert sums == expected[:-1]
     assert log.steps(after=found[2].step) == found[3:]
+    run(store.figures.fold())
+    assert run(store.figures.steps(log.model.tenant, log.model.id, newest=4)) == log.steps()[-4:]
 
 
 def test_steps_of_many_runs_are_folded_together(store: Store, run: Run, a_model: MakeModel) -> None:

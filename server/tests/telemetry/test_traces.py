@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from server_raw import Failed, Raw, row
 from serving import ledger
 from starlette.testclient import TestClient
@@ -24,7 +26,7 @@ from twinkle.errors import TwinkleError
 from twinkle_server.operations import Operation
 from twinkle_server.serve import open_traces
 from twinkle_server.settings import Settings
-from twinkle_server.telemetry.traces import TraceMiddleware, Traces
+from twinkle_server.telemetry.traces import TraceMiddleware, Traces, parent_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -105,6 +107,25 @@ def test_probes_and_requests_that_their_client_does_not_sample_have_no_span(
     client.get("/runs/a", headers={"traceparent": PARENT[:-1] + "0"})
     client.get("/runs/a", headers={"traceparent": "nonsense"})
     assert len(received.named("GET /runs/{run}")) == 1
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        PARENT, PARENT[:-1] + "0", "", "00", PARENT.upper(), PARENT + "-more", "01" + PARENT[2:] + "-more",
+        "ff" + PARENT[2:],
+        f"00-{'0' * 32}-b7ad6b7169203331-01", f"00-{'a' * 32}-{'0' * 16}-01", PARENT.replace("-", "_"),
+    ],
+)  # fmt: skip
+def test_headers_are_read_as_the_sdk_reads_them(header: str) -> None:
+    context = TraceContextTextMapPropagator().extract({"traceparent": header})
+    expected = trace.get_current_span(context).get_span_context()
+    found = parent_of(header)
+    assert (found is not None) == expected.is_valid
+    if found is not None:
+        assert (found.trace_id, found.span_id, found.trace_flags) == (
+            expected.trace_id, expected.span_id, expected.trace_flags,
+        )  # fmt: skip
 
 
 def test_a_share_of_zero_records_only_what_clients_sample() -> None:

@@ -1,11 +1,12 @@
 """Curves of a run: what is computed from the figures of its steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from twinkle_server.store.figures import Step
 
-_MEANS: Final = {"reward": "reward", "advantage": "advantage", "kl": "kl", "mismatch": "mismatch"}
+_MEANS: Final = ("reward", "advantage", "kl", "mismatch")
+"""Figures that are kept as sum and count."""
 NAMES: Final = {
     "loss": "loss per token",
     "reward": "reward",
@@ -52,11 +53,3 @@ def _values(step: Step) -> dict[str, float | None]:
     rows = data.get("rows") or 0
     metrics: Mapping[str, float] = data.get("metrics", {})
     return values | {f"metric {name}": value / rows for name, value in metrics.items() if rows}
-
-
-def last(found: Sequence[Mapping[str, Any]], wanted: Callable[[str], bool] = lambda name: True) -> dict[str, float]:
-    """Return the last value of each curve."""
-    values: dict[str, float] = {}
-    for point in found:
-        values |= {name: value for name, value in point.items() if wanted(name)}
-    return values

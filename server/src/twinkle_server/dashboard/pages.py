@@ -4,8 +4,9 @@ A user's key shows the data of its tenant; an operator's key shows all tenants, 
 only if the settings allow it. Actions on the service need an operator's key, and every form has the session's token.
 """
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs, urlencode
 
@@ -21,7 +22,7 @@ from twinkle_server.errors import BadRequest, Forbidden, NotFound, ServiceError,
 from twinkle_server.operations import Operation
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
-from twinkle_server.store.figures import Kept
+from twinkle_server.store.figures import Kept, Step
 from twinkle_server.store.opening import Store
 from twinkle_server.store.records import Model
 from twinkle_server.telemetry.overview import Overview
@@ -32,6 +33,9 @@ _FORM_BYTES: Final = 8 * 2**10
 _ROWS: Final = 50
 _SHOWN_ROLLOUTS: Final = 8
 _EXCERPT: Final = 600
+_STEPS: Final = 10
+_CACHED: Final = 512
+"""Maximum number of decoded excerpts in memory."""
 _PATHS: Final = {
     "packing": "several sequences in one row, without padding",
     "prefixes": "a prompt that several rows share is computed once",
@@ -92,6 +96,7 @@ class Dashboard:
         self._service, self._store, self._settings, self._overview = service, store, settings, overview
         self.logins = Logins(keys, store.secret, store.instance, settings.times.login)
         self._texts = Texts(settings.model)
+        self._excerpts: dict[int, dict[str, str]] = {}
 
     def router(self) -> APIRouter:
         """Return the routes."""
@@ -201,7 +206,7 @@ class Dashboard:
         """Show a run: curves, rollouts, checkpoints, errors."""
         model = await self._model(request, visitor)
         self._service.locate()
-        steps = curves.points(await self._store.figures.steps(model.tenant, model.id))
+        steps = curves.points(await self._store.figures.steps(model.tenant, model.id, newest=_STEPS))
         checkpoints = await self._store.views.checkpoints(model.tenant, _ROWS, run=model.id)
         waiting = [entry for entry in self._service.unfinished(model.tenant) if entry.operation.queue_id == model.id]
         values: dict[str, Any] = {
@@ -209,9 +214,8 @@ class Dashboard:
             "state": self._overview.model(model, len(waiting)),
             "why": self._service.queue_state(model.id)[1] if waiting else None,
             "waiting": waiting[:_ROWS],
-            "steps": steps[-10:][::-1],
+            "steps": steps[-_STEPS:][::-1],
             "count": steps[-1]["step"] if steps else 0,
-            "last": curves.last(steps[-50:]),
             "titles": curves.NAMES,
             "checkpoints": checkpoints.rows,
             "errors": await self._store.views.failures(model.tenant, 10, model.id),
@@ -229,9 +233,8 @@ class Dashboard:
         if not after.isdigit():
             raise BadRequest(f"after must be the number of a step, got {after[:40]!r}")
         first = max(0, int(after) - 1)  # the step before gives the first one its duration
-        found = curves.points(await self._store.figures.steps(model.tenant, model.id, first))
-        points = [point for point in found if point["step"] > int(after)]
-        return data(orjson.dumps({"titles": curves.NAMES, "points": points}))
+        steps = await self._store.figures.steps(model.tenant, model.id, first)
+        return data(await asyncio.to_thread(_curves, steps, int(after)))
 
     @guarded
     async def rollout(self, request: Request, visitor: Visitor) -> Response:
@@ -247,7 +250,7 @@ class Dashboard:
             raise NotFound(f"rollout {text[:40]!r} does not exist")
         kept = await self._store.rollouts.get(model.tenant, model.id, int(text))
         decoded = await self._texts.ready()
-        pieces = self._texts.pieces(Rollout.parse(kept.data))
+        pieces = await asyncio.to_thread(self._texts.pieces, Rollout.parse(kept.data))
         values: dict[str, Any] = {"run": model, "kept": kept, "pieces": pieces, "decoded": decoded}
         return page(request, "rollout.html", visitor=visitor, here="models", **values)
 
@@ -350,12 +353,19 @@ class Dashboard:
         return rows
 
     async def _excerpt(self, kept: Kept) -> dict[str, str]:
+        """Return the texts of a row, which pages ask for again every few seconds."""
+        if kept.id in self._excerpts:
+            return self._excerpts[kept.id]
         try:
             whole = await self._store.rollouts.get(kept.tenant, kept.run, kept.id)
         except NotFound:  # replaced by a newer one meanwhile
             return {}
-        pieces = self._texts.pieces(Rollout.parse(whole.data))
-        return {"prompt": text_of(pieces, False)[-_EXCERPT:], "text": text_of(pieces, True)[:_EXCERPT]}
+        pieces = await asyncio.to_thread(self._texts.pieces, Rollout.parse(whole.data))
+        texts = {"prompt": text_of(pieces, False)[-_EXCERPT:], "text": text_of(pieces, True)[:_EXCERPT]}
+        while len(self._excerpts) >= _CACHED:
+            del self._excerpts[next(iter(self._excerpts))]
+        self._excerpts[kept.id] = texts
+        return texts
 
     def _waiting(self, tenant: str | None) -> dict[str, int]:
         waiting: dict[str, int] = {}
@@ -374,6 +384,11 @@ def _plain(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[..., 
         return await endpoint(request)
 
     return plain
+
+
+def _curves(steps: Sequence[Step], after: int) -> bytes:
+    points = [point for point in curves.points(steps) if point["step"] > after]
+    return orjson.dumps({"titles": curves.NAMES, "points": points})
 
 
 def _offset(request: Request) -> int:

@@ -68,16 +68,24 @@ class Figures:
             await self._database.write(partial(self._apply, folds[start : start + _TOGETHER]))
         return sum(len(fold.done) for fold in folds)
 
-    async def steps(self, tenant: str, run: str, after: int = 0) -> list[Step]:
-        """Return the complete steps of a tenant's run after a step, in order."""
+    async def steps(self, tenant: str, run: str, after: int = 0, newest: int | None = None) -> list[Step]:
+        """Return the complete steps of a tenant's run after a step, in order.
+
+        Args:
+            tenant: the owner.
+            run: the model.
+            after: number of a step.
+            newest: return only steps that are this close to the last folded one, or newer.
+        """
         done = select(steps).where(steps.c.tenant == tenant, steps.c.run == run)
         tail = select(figures).where(figures.c.tenant == tenant, figures.c.run == run).order_by(figures.c.number)
 
         def work(connection: Connection) -> list[Step]:
             last = _last(connection, run)
-            newer = done.where(steps.c.step > after).order_by(steps.c.step)
+            first = after if newest is None else max(after, last - newest)
+            newer = done.where(steps.c.step > first).order_by(steps.c.step)
             found = [_step(row) for row in connection.execute(newer)]
-            return found + [entry for entry in _grouped(connection.execute(tail), last)[0] if entry.step > after]
+            return found + [entry for entry in _grouped(connection.execute(tail), last)[0] if entry.step > first]
 
         return await self._database.read(work)
 

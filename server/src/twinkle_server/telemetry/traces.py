@@ -6,6 +6,7 @@ Spans have names, numbers and durations, never contents of requests.
 """
 
 import os
+import re
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -15,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from twinkle_server.operations import Operation
@@ -26,7 +27,18 @@ _NANOSECONDS: Final = 1_000_000_000
 _PATH: Final = "/v1/traces"
 _QUIET: Final = ("/healthz", "/readyz", "/metrics", "/api/v1/healthz", "/ui/static/")
 """Beginnings of paths that are asked all the time and have no spans."""
-_FIELDS: Final = ("traceparent", "tracestate")
+_PARENT: Final = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def parent_of(traceparent: str, tracestate: str = "") -> SpanContext | None:
+    """Return the span that the headers of W3C Trace Context name; None if they are missing or invalid."""
+    found = _PARENT.fullmatch(traceparent)
+    if found is None or (found[1] == "00" and found[5]):
+        return None
+    state = TraceState.from_header([tracestate]) if tracestate else None
+    flags = TraceFlags(int(found[4], 16) & TraceFlags.SAMPLED)
+    context = SpanContext(int(found[2], 16), int(found[3], 16), is_remote=True, trace_flags=flags, trace_state=state)
+    return context if context.is_valid else None
 
 
 class Traces:
@@ -60,7 +72,8 @@ class Traces:
     def start_request(self, scope: Mapping[str, Any]) -> Span:
         """Start the span of a request, in the trace that its client names if it does."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        context = self.propagator.extract({name: headers[name] for name in _FIELDS if name in headers})
+        parent = parent_of(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        context = None if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))
         attributes = {"http.request.method": scope["method"], "twinkle.request": scope.get("request_id") or ""}
         return self._tracer.start_span(scope["method"], context, SpanKind.SERVER, attributes)
 
