@@ -14,7 +14,7 @@ from twinkle_server.errors import StoreError
 from twinkle_server.store.tables import metadata
 
 FOLDER: Final = Path(__file__).parent / "migrations"
-VERSIONS: Final = ("0001", "0002", "0003", "0008")
+VERSIONS: Final = ("0001", "0002", "0003", "0004")
 """All versions, oldest first; each is a file `migrations/versions/v<version>_*.py`."""
 _VERSION_TABLE: Final = """
     CREATE TABLE alembic_version (
