@@ -62,6 +62,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         return await service.status()
 
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
+    application.router.add_api_route("/openapi.json", _openapi, methods=["GET"], include_in_schema=False)
     add_routes(application.router, health_routes(service.ready, status, metrics, access))
     bodies = BodyLimitMiddleware(AuditMiddleware(application, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
@@ -87,6 +88,7 @@ def create_application(
     """
     application = Application(
         title="Twinkle",
+        version=API_VERSION,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -151,8 +153,16 @@ class ErrorMiddleware:
 
 
 PREFIX = "/api/v1"
+API_VERSION = "1"
 # Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
+
+
+def describe_routes() -> dict[str, Any]:
+    """Return the OpenAPI description of all protocols, without a running service."""
+    application = Application(title="Twinkle", version=API_VERSION, openapi_url=None, docs_url=None, redoc_url=None)
+    add_routes(application.router, all_routes())
+    return application.openapi()
 
 
 def tinker_routes() -> APIRouter:
@@ -168,6 +178,11 @@ def all_routes() -> APIRouter:
     router = tinker_routes()
     add_routes(router, native.native_routes())
     return router
+
+
+async def _openapi(request: Request) -> Response:
+    """Describe all routes of the service."""
+    return json_response(request.app.openapi())
 
 
 def _service_error(_request: Request, error: Any) -> Response:
