@@ -228,6 +228,26 @@ def without(name: str, when: Callable[[Any], bool]) -> type:
     return submitting(change)
 
 
+def unmeasured_forwards(index: int, operation: Operation) -> Operation:
+    """Score every forward as one of the adapter's."""
+    seen = operation.kind == "forward" and operation.metrics_of is not None
+    return replace(operation, adapter=operation.metrics_of) if seen else operation
+
+
+def silent_schedulers(self: Any, steps: Any) -> Any:
+    """Report a step whose scheduler failed as if nothing had happened."""
+    results = Engine.step(self, steps)
+    failed = [isinstance(result, OperationError) and "scheduler failed" in str(result.error) for result in results]
+    return [StepResult(0.0) if bad else result for bad, result in zip(failed, results, strict=True)]
+
+
+def without_metrics(self: Any, adapter: Any, *, gradient: bool = True) -> Any:
+    """Leave out what metrics have seen, and have not seen yet."""
+    copied = Engine.snapshot(self, adapter, gradient=gradient)
+    tensors = {name: tensor for name, tensor in copied.tensors.items() if not name.startswith("passes/")}
+    return replace(copied, tensors=tensors, state={k: v for k, v in copied.state.items() if k != "metrics"})
+
+
 ENGINES: dict[str, Broken] = {
     "description": broken(after(Engine, lambda info: replace(info, features=info.features | {"magic"}), "describe")),
     "adapters": broken(changed(Engine, version=by_name)),
@@ -262,6 +282,10 @@ ENGINES: dict[str, Broken] = {
     "paging": broken(changed(Engine, page=lambda self, adapter, to, folder=None: None)),
     "composition": broken(each_result(lambda r: r if isinstance(r, OperationError) else replace(r, composition=[]))),
     "early_results": broken(changed(Engine, report=lambda self, ended: None)),
+    "own_components": broken(after(Engine, lambda progress: replace(progress, updates=0), "progress")),
+    "evaluation": broken(with_operations(unmeasured_forwards)),
+    "components_in_snapshots": broken(changed(Engine, snapshot=without_metrics)),
+    "wrong_components": broken(changed(Engine, step=silent_schedulers)),
     "interrupts": broken(changed(Engine, interrupt=lambda self, between: None)),
     "prompt_scores": broken(requests(result=scored_with_none)),
     "stop_strings": broken(without("stop", lambda value: isinstance(value, str))),

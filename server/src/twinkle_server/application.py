@@ -95,6 +95,7 @@ def assemble(
     add_routes(application.router, upload_routes.router, native.PREFIX)
     metrics.watch("data_processes", "Processes of data resources.", lambda: float(data.processes))
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
+    application.router.add_api_route("/openapi.json", _openapi, methods=["GET"], include_in_schema=False)
     overview = Overview(service, store, metrics.window)
     add_routes(application.router, health_routes(service.ready, status, metrics, access, overview.read))
     if settings.dashboard:
@@ -135,6 +136,7 @@ def create_application(
     """
     application = Application(
         title="Twinkle",
+        version=API_VERSION,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -199,9 +201,17 @@ class ErrorMiddleware:
 
 
 PREFIX = "/api/v1"
+API_VERSION = "1"
 _UPLOADS = 2.0  # seconds
 # Routes are tried in order, so the most frequent ones come first.
 MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts)
+
+
+def describe_routes() -> dict[str, Any]:
+    """Return the OpenAPI description of all protocols, without a running service."""
+    application = Application(title="Twinkle", version=API_VERSION, openapi_url=None, docs_url=None, redoc_url=None)
+    add_routes(application.router, all_routes())
+    return application.openapi()
 
 
 def tinker_routes() -> APIRouter:
@@ -226,6 +236,11 @@ def all_routes() -> APIRouter:
     add_routes(router, native.native_routes())
     add_routes(router, chat_routes())
     return router
+
+
+async def _openapi(request: Request) -> Response:
+    """Describe all routes of the service."""
+    return json_response(request.app.openapi())
 
 
 def _service_error(request: Request, error: Any) -> Response:

@@ -1,6 +1,12 @@
 """Contract checks of engines: independent operations, exact steps, saved state, correct samples."""
 
 from twinkle_testing.contracts.engine_case import EngineCase
+from twinkle_testing.contracts.engine_model import (
+    components_in_snapshots,
+    evaluation,
+    own_components,
+    wrong_components,
+)
 from twinkle_testing.contracts.engine_sampling import (
     cancellation,
     greedy,
@@ -82,6 +88,10 @@ CHECKS = (
     composition,
     early_results,
     interrupts,
+    own_components,
+    evaluation,
+    components_in_snapshots,
+    wrong_components,
     prompt_scores,
     stop_strings,
     min_p,

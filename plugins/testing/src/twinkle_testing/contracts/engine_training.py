@@ -445,7 +445,7 @@ def output_projection(case: EngineCase) -> None:
     alone: dict[str, Any] = {"train_attn": False, "train_mlp": False, "train_unembed": True}
     if not case.has("train_unembed"):
         with raises("an adapter of the output projection, without the feature,", Unsupported):
-            case.engine.add("kit-unembed", replace(case.spec(), **alone))
+            case.engine.add("kit-unembed", case.spec(**alone))
         raise NotApplicable("its features do not include 'train_unembed'")
     ref = case.adapter(**alone)
     losses: list[Any] = []

@@ -1,0 +1,56 @@
+"""The OpenAPI description: complete, valid JSON schemas, and changed only on purpose."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinkle_server.application import describe_routes
+
+SNAPSHOT = Path(__file__).with_name("openapi.json")
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    return json.loads(json.dumps(describe_routes()))
+
+
+def operations(described: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def test_it_is_the_snapshot(described: dict[str, Any]) -> None:
+    """To change it on purpose: `python server/tests/openapi/test_description.py`."""
+    assert described == json.loads(SNAPSHOT.read_bytes())
+
+
+def test_every_native_route_is_described(described: dict[str, Any]) -> None:
+    native = {name: operation for name, operation in operations(described) if " /twinkle/" in name}
+    assert len(native) > 35
+    without_body = {"POST /twinkle/futures/{request_id}/cancel"}
+    for name, operation in native.items():
+        assert operation["description"].endswith("."), name
+        if name.startswith("POST") and name not in without_body:
+            content = operation["requestBody"]["content"]
+            assert set(content) == {"application/json", "application/x-twinkle-frame"}, name
+            schema = content["application/json"]["schema"]
+            assert schema["type"] == "object", name
+            assert schema["additionalProperties"] is False, name
+        numbered = "/twinkle/models/" in name and name.startswith("POST")
+        parameters = {parameter["name"] for parameter in operation.get("parameters", [])}
+        assert ("seq_id" in parameters) is numbered, name
+
+
+def test_no_schema_refers_to_what_is_not_there(described: dict[str, Any]) -> None:
+    text = json.dumps(described)
+    for part in text.split('"$ref": "')[1:]:
+        name = part.partition('"')[0].removeprefix("#/components/schemas/")
+        assert name in described["components"]["schemas"], name
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(json.dumps(describe_routes(), indent=1, sort_keys=True) + "\n", "utf-8")
