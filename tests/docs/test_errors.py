@@ -117,7 +117,7 @@ def _() -> None:
 
 @mistake("an invalid repository name")
 def _() -> None:
-    Dataset(DatasetMeta("hf://rows"))
+    Dataset(DatasetMeta("hf://rows/of/mine"))
 
 
 @mistake("an upload of a missing folder")

@@ -95,6 +95,7 @@ def test_the_database_tells_figures(tmp_path: Path) -> None:
         "operations": {"waiting": 0, "oldest_seconds": 0.0},
         "checkpoints": {"count": 0, "bytes": 0},
         "keys": 0,
+        "tenants": {},
     }
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"  # decoded text of an incomplete character
 _PATIENCE = 16  # most tokens to wait for the rest of a character; no character has as many bytes
@@ -23,7 +25,7 @@ class TextDecoder:
         stop: the stop string that ended the text, if one did.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._tail: list[int] = []
@@ -98,7 +100,7 @@ class TokenTexts:
         tokenizer: of the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, TokenText] = {}
         self._bytes = _byte_alphabet() if "ByteLevel" in type(tokenizer.decoder).__name__ else {}

@@ -10,14 +10,16 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from tokenizers import Tokenizer
 
 from twinkle_server.engine.messages import AsyncLink, LinkClosed, Message
 from twinkle_server.environment import scrubbed
 from twinkle_server.errors import BadRequest, ServiceError, Unavailable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 _START, _ANSWER = 120.0, 30.0  # seconds
@@ -53,7 +55,7 @@ class Text:
         tools: how it writes tool calls; None if its chat template has none.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     tools: ToolFormat | None
 
 
@@ -87,6 +89,8 @@ class Renderer:
         """
         if self._text is None:
             about = await self._ask("about")
+            from tokenizers import Tokenizer
+
             tokenizer = await asyncio.to_thread(Tokenizer.from_str, about["tokenizer"])
             self._text = Text(tokenizer, ToolFormat(**about["tools"]) if about["tools"] else None)
         return self._text
