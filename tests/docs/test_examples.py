@@ -90,6 +90,7 @@ HEAVY = {
     "docs/guides/plugin-author/write-a-plugin.md",
     "docs/guides/researcher/recipes.md",
     "docs/guides/operator/serving.md",
+    "docs/guides/tenant/client.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",
     "docs/guides/researcher/reinforcement-learning.md",
@@ -133,7 +134,7 @@ def services(namespace: dict[str, Any]) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("NO_PROXY", "no_proxy"):
                 patch.setenv(name, "127.0.0.1,localhost")
-            for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
+            for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN"):
                 patch.setenv(name, "")
             patch.setenv("TINKER_TELEMETRY", "0")
             yield
@@ -246,6 +247,7 @@ def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
     if words[:2] == ["twinkle", "serve"]:
         STARTED.append(commanded(words).start())
         os.environ.update(TINKER_BASE_URL=STARTED[-1].url, TINKER_API_KEY=STARTED[-1].key)
+        os.environ.update(TWINKLE_SERVER_URL=STARTED[-1].url, TWINKLE_SERVER_TOKEN=STARTED[-1].key)
     elif words[0] == "twinkle":
         small = [text for flag, value in SMALL.items() if flag not in words for text in (flag, value)]
         patch.setattr(sys, "argv", words)
