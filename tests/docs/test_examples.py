@@ -96,6 +96,7 @@ HEAVY = {
     "docs/guides/operator/serving.md",
     "docs/guides/tenant/data-on-the-service.md",
     "docs/guides/tenant/chat.md",
+    "docs/guides/tenant/client.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",
     "docs/guides/researcher/reinforcement-learning.md",

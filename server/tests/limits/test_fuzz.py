@@ -98,7 +98,7 @@ def test_mutated_requests_on_every_route_hurt_nobody_else(counting: Served, tmp_
 
 @pytest.mark.full
 def test_they_do_not_where_there_is_a_real_model_either(training: Served) -> None:
-    struck = survives(training, 400, 1, engine_routes())
+    struck = survives(training, 700, 1, engine_routes())
     assert len(struck.futures) > 30
 
 

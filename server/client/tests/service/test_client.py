@@ -57,6 +57,7 @@ def test_results_are_values_and_have_result(model: MultiLoraTransformersModel) -
     assert "model-" not in text
 
 
+@pytest.mark.full
 def test_adapters_of_one_object_are_independent(model: MultiLoraTransformersModel) -> None:
     model.add_adapter_to_model("b", CONFIG | {"r": 2}, seed=2)
     before = weights(model, "a")
@@ -69,6 +70,7 @@ def test_adapters_of_one_object_are_independent(model: MultiLoraTransformersMode
         model.forward_backward(rows(1, 6), adapter_name="b")
 
 
+@pytest.mark.full
 def test_conversations_are_encoded_by_the_template_of_the_model(model: MultiLoraTransformersModel, local: Any) -> None:
     model.set_template("Template", max_length=64, truncation_strategy="right")
     output = model.forward_only([CHAT, CHAT])
@@ -78,6 +80,7 @@ def test_conversations_are_encoded_by_the_template_of_the_model(model: MultiLora
     np.testing.assert_allclose(output["logps"], expected["logps"].numpy(), atol=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -151,6 +154,7 @@ def test_checkpoints(model: MultiLoraTransformersModel, client: TwinkleClient) -
     assert capabilities.components["patch"] == []
 
 
+@pytest.mark.full
 def test_sampling(model: MultiLoraTransformersModel, client: TwinkleClient) -> None:
     sampler = vLLMSampler("tiny", client=client)
     greedy = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
@@ -179,6 +183,7 @@ def test_sampling(model: MultiLoraTransformersModel, client: TwinkleClient) -> N
         sampler.sample(prompts, adapter_name="a")
 
 
+@pytest.mark.full
 def test_asynchronous_calls_run_in_the_order_in_which_they_begin(model: MultiLoraTransformersModel) -> None:
     async def train() -> list[Any]:
         calls = []
@@ -194,6 +199,7 @@ def test_asynchronous_calls_run_in_the_order_in_which_they_begin(model: MultiLor
         assert model.clip_grad_and_step() == done[2 * step + 1]
 
 
+@pytest.mark.full
 def test_several_clients_in_one_process(service: Served) -> None:
     first = init_twinkle_client(service.url, session_metadata={"who": "first"})
     second = init_twinkle_client(service.url)
@@ -246,6 +252,7 @@ def test_a_call_whose_answer_was_lost_trains_once(
     assert transport.lost > 8
 
 
+@pytest.mark.full
 def test_a_call_made_again_after_its_connection_failed_trains_once(
     service: Served, model: MultiLoraTransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def bits(value: Any) -> Any:
     return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_a_killed_engine_changes_no_bit(service: Served) -> None:
     calm = script(service.url, 2)
@@ -94,6 +95,7 @@ def test_kills_of_engine_and_service_change_no_bit(tmp_path: Path) -> None:
     assert not fate.left
 
 
+@pytest.mark.full
 def test_tenants_of_both_protocols_share_the_service_at_once(service: Served) -> None:
     """Their numbers are those that they have alone."""
     from server_sdk import opened, row, trainer

@@ -96,7 +96,14 @@ def policy(model: Any) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("script", [supervised, single_calls, preferences, policy], ids=lambda script: script.__name__)
+SCRIPTS = [
+    supervised,
+    policy,
+    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, preferences)),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_gives_the_same_numbers_on_a_service(script: Script, client: TwinkleClient, local: Any) -> None:
     here = script(local)
     there = script(MultiLoraTransformersModel(client=client))

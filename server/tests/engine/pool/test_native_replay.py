@@ -13,7 +13,7 @@ from twinkle_client import wire
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.native.calls import payload_of
 from twinkle_server.engine.queues import Composition
-from twinkle_server.operations import Create, Load, Save
+from twinkle_server.operations import Create, Load, OptimStep, Save
 
 QUEUE = "m"
 Step = tuple[str, str, dict[str, Any]]
@@ -138,6 +138,7 @@ def test_the_script_does_what_it_says(undisturbed: Any) -> None:
     assert answers[13]["value"]["total_tokens"] == 4 + 4 + 3
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("cut", [5, 7, 9, 10, 11, 13, 15, 16, 17, 20, 21, 25, 26, 28])
 def test_a_restored_model_goes_on_with_the_same_bits(base: Path, tmp_path: Path, undisturbed: Any, cut: int) -> None:
     answers, _, folders = undisturbed
@@ -235,6 +236,7 @@ def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
     return session
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
@@ -246,6 +248,42 @@ def test_every_optimizer_that_may_be_named_trains(shared: Session, name: str) ->
     assert shared.do(("native_step", "clip_grad_and_step", {"flush": True}), 4)[0]["value"] > 0
     after = shared.do(("native", "get_state_dict", {}), 5)[0]["value"]
     assert any(not np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_native_and_tinker_passes_and_steps_share_turns(base: Path, tmp_path: Path) -> None:
+    """One call of the engine computes both; each gets what it gets alone."""
+    from server_pool import answer, datum, request
+
+    together, alone = Session(base, tmp_path), Session(base, tmp_path)
+    tinker = request([datum(9, 3)])
+    native = payload_of("forward_backward", wire.pack({"inputs": rows(1, 6, 9)}))
+    step = payload_of("clip_grad_and_step", wire.pack({"flush": False}))
+    for session in (together, alone):
+        session.create()
+        session.do(("native", "clip_grad_norm", {"gradient_accumulation_steps": 1}), 1)
+        session.bench.create("t", seed=1)
+    runs, steps = spied(together)
+    (mine, theirs), _ = together.executor.run([Pass(QUEUE, native, 2, native=True), Pass("t", tinker, 1)])
+    together.executor.step([(QUEUE, step), ("t", OptimStep(1e-2))])
+    assert (runs, steps) == ([2], [2])
+    expected = alone.do(("native_pass", "forward_backward", {"inputs": rows(1, 6, 9)}), 2)[0]["value"]
+    [other], _ = alone.executor.run([Pass("t", tinker, 1)])
+    alone.do(("native_step", "clip_grad_and_step", {}), 3)
+    alone.executor.step([("t", OptimStep(1e-2))])
+    assert wire.unpack(mine)["value"]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    np.testing.assert_allclose(answer(theirs)[0][0], answer(other)[0][0], atol=1e-5)
+    for name in (QUEUE, "t"):
+        for key, value in alone.bench.weights(name).items():
+            np.testing.assert_allclose(together.bench.weights(name)[key].numpy(), value.numpy(), atol=1e-5)
+
+
+def spied(session: Session) -> tuple[list[int], list[int]]:
+    """Return lists that the sizes of later calls of the engine are added to."""
+    runs, steps = [], []
+    run, step = session.bench.engine.run, session.bench.engine.step
+    session.bench.engine.run = lambda operations: (runs.append(len(operations)), run(operations))[1]
+    session.bench.engine.step = lambda made: (steps.append(len(made)), step(made))[1]
+    return runs, steps
 
 
 def test_a_scheduler_that_ends_too_early_fails_its_own_step_and_nothing_else(shared: Session) -> None:
