@@ -10,6 +10,7 @@ from server_failpoints import REACH, SOURCE, failpoints, served_failpoints
 # Functions that rename or link without a failpoint, and why none is needed.
 WITHOUT = {
     "telemetry/status.py:announce": "tells where a server listens; without it, status reads the database",
+    "engine/exports.py:write": "fills a draft, between files.before_write and files.before_manifest",
     "engine/files.py:_place": "fills a draft, between files.before_write and files.before_manifest",
 }
 OWN_TESTS = ("checkpoints/test_trash.py", "store/test_lost_database.py")

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TOKENS, OTHER = list(range(5, 25)), [200, 100, 50, 25, 12]
 ABSENT = {
     "paging", "composition", "prompt_scores", "stop_strings", "native_losses", "min_p", "logit_bias", "penalties",
-    "structured_outputs",
+    "structured_outputs", "own_components", "evaluation", "components_in_snapshots", "wrong_components",
+    "early_results",
 }  # fmt: skip
 """Checks of features that the engine does not have; they check that it refuses them."""
 ADAM = sdk.tinker.AdamParams(learning_rate=1e-2)

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 TOOLS = MappingProxyType(SETTINGS["tool"])
 PACKAGES = {member.source.name for member in MEMBERS}
-ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv"}
+ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv", "otel"}
 """Extras for accounts, devices and games that not every machine has; `make soak` and `make gpu` test what is there."""
 
 

@@ -26,7 +26,7 @@ WEIGHT = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0, 10.0])
 
 def weights_from(values: Mapping[str, float]) -> Weights:
     weights = Weights()
-    weights.replace(values)
+    weights.put(values)
     return weights
 
 
@@ -119,9 +119,9 @@ def test_a_new_weight_holds_from_the_next_pass_on() -> None:
         return Counter(task.tenant for _ in range(20) for task in scheduler.next(400))
 
     assert served() == {"a": 400, "b": 400}
-    weights.replace({"a": 3.0})
+    weights.put({"a": 3.0})
     assert served() == {"a": 600, "b": 200}
-    weights.replace({})
+    weights.put({})
     assert served() == {"a": 400, "b": 400}
 
 

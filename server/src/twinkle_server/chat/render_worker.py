@@ -30,6 +30,12 @@ PROBE: Mapping[str, Any] = {
 _CALL = {"name": "probe_tool", "arguments": '{"probe_key": "probe value"}'}
 
 
+def _parsed(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return name and arguments of a call; parsers return them as text or as a mapping."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return name, json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
 class Refused(Exception):
     """The request is invalid; the text is for the client."""
 
@@ -73,7 +79,7 @@ class Worker:
             return None
         parser = detect_first(text)
         calls = parser.parse(text) if parser else []
-        if parser is None or "probe_tool" not in asked or [each["function"] for each in calls] != [_CALL]:
+        if parser is None or "probe_tool" not in asked or list(map(_parsed, calls)) != [_parsed({"function": _CALL})]:
             return None
         inside = text.rpartition(parser.open_marker)[2].partition(parser.close_marker)[0]
         special = parser.open_marker in self._tokenizer.all_special_tokens

@@ -222,7 +222,7 @@ class Host:
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
             self._queues.add(Task.of_order(item))
         elif item.type == messages.WEIGHTS:
-            self._weights.replace(item.head["weights"])
+            self._weights.put(item.head["weights"])
         elif item.type == messages.PLACES:
             self._link.send(Message(messages.PLACED, {"places": self._executor.places()}))
         elif item.type == messages.DRAIN:

@@ -69,7 +69,7 @@ class Weights:
     def __init__(self) -> None:
         self._weights: Mapping[str, float] = {}
 
-    def replace(self, weights: Mapping[str, float]) -> None:
+    def put(self, weights: Mapping[str, float]) -> None:
         """Set the weights of all tenants that have one."""
         self._weights = dict(weights)
 
