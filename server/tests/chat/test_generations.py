@@ -175,6 +175,9 @@ def test_a_training_checkpoint_and_an_export_give_the_same_weights(tmp_path: Pat
         sampling.decode()
     assert {message.type for message in told} == {messages.TOKENS}
     assert engine._ledgers.keys() == {ref}, "the temporary adapter is removed"
+    sampling.add(Task(7, "s", 0, "sample", "t", payload=Sample([1], source="state").dump()))
+    sampling.admit()
+    assert "training checkpoint" in told[-1].head["error"], "other protocols still refuse it, although it was read"
 
 
 def test_quotas_count_the_tokens_of_streams() -> None:

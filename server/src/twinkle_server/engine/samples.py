@@ -117,10 +117,11 @@ class Samples:
 
 @dataclass(slots=True)
 class _Version:
-    """Weights, and the number of requests that use them."""
+    """Weights, the number of requests that use them, and whether they are of a checkpoint for training."""
 
     version: AdapterVersion
-    users: int
+    users: int = 0
+    training: bool = False
 
 
 class Versions:
@@ -149,9 +150,11 @@ class Versions:
             UserError: the checkpoint was deleted, is damaged, belongs to another model, or is for training.
         """
         if folder not in self._versions:
-            self._versions[folder] = _Version(self._read(folder, training), 0)
+            self._versions[folder] = self._read(folder)
         self._versions.move_to_end(folder)
         entry = self._versions[folder]
+        if entry.training and not training:
+            raise UserError("cannot sample from a training checkpoint; save one for the sampler")
         entry.users += 1
         return entry.version
 
@@ -169,16 +172,14 @@ class Versions:
     def __len__(self) -> int:
         return len(self._versions)
 
-    def _read(self, folder: Path, training: bool) -> AdapterVersion:
+    def _read(self, folder: Path) -> _Version:
         if not folder.is_dir():
             raise UserError("the checkpoint to sample from does not exist; it was deleted or it expired")
         try:
             spec = self._engine.read_spec(folder)
             if spec is None:
-                return self._engine.read_version(folder)
-            if not training:
-                raise UserError("cannot sample from a training checkpoint; save one for the sampler")
-            return self._restored(spec, folder)
+                return _Version(self._engine.read_version(folder))
+            return _Version(self._restored(spec, folder), training=True)
         except CheckpointError as error:
             raise damaged_checkpoint(error) from error
         except Unsupported as error:

@@ -459,7 +459,7 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> None:
         logits: `[n, V]`; a single row is used for all sequences.
         rows: the sequences with their requests.
     """
-    changed = _processed_logits(logits, rows)
+    changed = _processed_logits(logits, rows) if any(request.changes for request, _ in rows) else logits
     kinds: dict[tuple[float, ...], list[int]] = {}
     for index, (request, _) in enumerate(rows):
         kinds.setdefault(request.drawing, []).append(index)

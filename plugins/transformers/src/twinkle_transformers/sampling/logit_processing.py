@@ -8,17 +8,11 @@ from torch import Tensor
 from twinkle.data_format import SamplingParams
 from twinkle_torch.head import wide
 from twinkle_transformers.sampling.grammars import mask_of
-from twinkle_transformers.sampling.requests import SequenceState
+from twinkle_transformers.sampling.requests import SequenceState, changes_logits
 from twinkle_transformers.sampling.sampling_ops import penalize
 
 Row = tuple[SamplingParams, Sequence[int], SequenceState]
 """Parameters, prompt and state of a sequence."""
-
-
-def changes_logits(params: SamplingParams) -> bool:
-    """Return whether `processed` changes the logits of requests with these parameters."""
-    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
-    return any(penalties) or bool(params.logit_bias) or params.structured_outputs is not None
 
 
 def processed(logits: Tensor, rows: Sequence[Row]) -> Tensor:

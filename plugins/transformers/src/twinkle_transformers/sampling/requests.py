@@ -448,6 +448,12 @@ class Generated:
     drafts: list[SequenceState]
 
 
+def changes_logits(params: SamplingParams) -> bool:
+    """Return whether bias, penalties or a grammar change the logits of requests with these parameters."""
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+    return any(penalties) or bool(params.logit_bias) or params.structured_outputs is not None
+
+
 @dataclass(slots=True, eq=False)
 class CacheSlot:
     """An allocated slot of the KV cache; compaction of the cache changes its `index`."""
@@ -474,6 +480,7 @@ class Request:
         error: the error of a failed request.
         done: whether the result is complete.
         cancelled: whether the request was cancelled.
+        changes: whether its logits are changed before a token is sampled.
         stale: whether the base model has changed since it was read, so that its keys and values cannot be shared.
     """
 
@@ -492,8 +499,10 @@ class Request:
     done: bool = False
     cancelled: bool = False
     stale: bool = False
+    changes: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.changes = changes_logits(self.params)
         prompt = self.prompt
         self.result = Generated(
             [
