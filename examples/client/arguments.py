@@ -19,3 +19,10 @@ def arguments(description, **sizes):
 def served_model(client, model):
     """Return the name of the model: the given one, or the first that the service has."""
     return model or client.get_server_capabilities().supported_models[0].model_name
+
+
+def tinker_model(model):
+    """As `served_model`, with the Tinker SDK; call `init_tinker_client` before."""
+    import tinker
+
+    return model or tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name

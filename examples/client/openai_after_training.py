@@ -5,7 +5,7 @@ The service answers for a run by its id, with the weights of the last `optim_ste
 python examples/client/openai_after_training.py --url http://127.0.0.1:8000 --key tml-...
 """
 
-from arguments import arguments, served_model
+from arguments import arguments, tinker_model
 
 from twinkle import init_tinker_client
 
@@ -18,7 +18,7 @@ def train(options):
     from openai import OpenAI
 
     service = tinker.ServiceClient()
-    model_id = served_model(service, options.model)
+    model_id = tinker_model(options.model)
     training = service.create_lora_training_client(base_model=model_id, rank=8, seed=0).result()
     tokens = training.get_tokenizer().encode(FACT)
     datum = tinker.Datum(

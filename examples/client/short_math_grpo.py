@@ -56,7 +56,8 @@ def train(options):
         model.clip_grad_and_step()
         numbers = model.calculate_metric(is_training=True)
         mean = sum(rewards) / len(rewards)
-        print(f"step {step}/{options.steps}: reward {mean:.4f}, loss {numbers['loss']:.4f}", flush=True)
+        norm = numbers["grad_norm"]
+        print(f"step {step}/{options.steps}: reward {mean:.4f}, gradient norm {norm:.4f}", flush=True)
     print("saved:", model.save("grpo", save_optimizer=True).twinkle_path)
     client.close()
 

@@ -3,7 +3,7 @@
 python examples/client/tinker_dpo.py --url http://127.0.0.1:8000 --key tml-...
 """
 
-from arguments import arguments, served_model
+from arguments import arguments, tinker_model
 
 from twinkle import init_tinker_client
 from twinkle.dataloader import DataLoader
@@ -36,7 +36,7 @@ def dpo_loss(references, beta):
         rewards = beta * (own - torch.stack(references))
         margins = rewards[::2] - rewards[1::2]
         value = -torch.nn.functional.logsigmoid(margins).mean()
-        return value, {"margin": float(margins.mean())}
+        return value, {"loss": float(value.detach()), "margin": float(margins.detach().mean())}
 
     return loss
 
@@ -46,9 +46,9 @@ def train(options):
     from tinker import AdamParams, ServiceClient
 
     service = ServiceClient()
-    model_id = served_model(service, options.model)
+    model_id = tinker_model(options.model)
     training = service.create_lora_training_client(base_model=model_id, rank=8, seed=0).result()
-    base = service.create_sampling_client(base_model=model_id)
+    base = service.create_sampling_client(base_model=model_id).result()
     for step, pairs in enumerate(load(model_id, options.steps * options.batch_size, options.batch_size), 1):
         data = [input_feature_to_datum(pair[side]) for pair in pairs for side in ("positive", "negative")]
         references = [reference(base, datum) for datum in data]

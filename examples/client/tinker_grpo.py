@@ -5,7 +5,7 @@ python examples/client/tinker_grpo.py --url http://127.0.0.1:8000 --key tml-...
 
 from random import Random
 
-from arguments import arguments, served_model
+from arguments import arguments, tinker_model
 from short_math_grpo import problem, reward
 
 from twinkle import init_tinker_client
@@ -34,7 +34,7 @@ def train(options):
     from tinker import AdamParams, ModelInput, SamplingParams, ServiceClient
 
     service = ServiceClient()
-    model_id = served_model(service, options.model)
+    model_id = tinker_model(options.model)
     training = service.create_lora_training_client(base_model=model_id, rank=8, seed=0).result()
     tokenizer = training.get_tokenizer()
     template, advantage, random = Template(model_id=model_id), GRPOAdvantage(), Random(0)
@@ -51,8 +51,8 @@ def train(options):
             rewards += scores
         passed = training.forward_backward(data, "importance_sampling")
         training.optim_step(AdamParams(learning_rate=options.lr)).result()
-        loss = passed.result().metrics["loss:sum"]
-        print(f"step {step}/{options.steps}: reward {sum(rewards) / len(rewards):.4f}, loss {loss:.4f}", flush=True)
+        passed.result()
+        print(f"step {step}/{options.steps}: reward {sum(rewards) / len(rewards):.4f}", flush=True)
     print("saved:", training.save_state("grpo").result().path)
     service.close("success").result()
 

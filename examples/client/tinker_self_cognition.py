@@ -3,7 +3,7 @@
 python examples/client/tinker_self_cognition.py --url http://127.0.0.1:8000 --key tml-...
 """
 
-from arguments import arguments, served_model
+from arguments import arguments, tinker_model
 
 from twinkle import init_tinker_client
 from twinkle.dataloader import DataLoader
@@ -25,7 +25,7 @@ def train(options):
     from tinker import AdamParams, ServiceClient
 
     service = ServiceClient()
-    model_id = served_model(service, options.model)
+    model_id = tinker_model(options.model)
     training = service.create_lora_training_client(base_model=model_id, rank=options.rank, seed=0).result()
     for epoch in range(options.epochs):
         for step, batch in enumerate(load(model_id, options.rows, options.batch_size), 1):

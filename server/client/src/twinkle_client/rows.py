@@ -6,7 +6,10 @@ from typing import Any
 from twinkle.errors import ArgumentError
 
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "completion_mask", "loss_scale")
-_DESCRIBING = ("length", "messages", "user_data", "tools", "prompt", "routed_experts")
+_DESCRIBING = (
+    *("length", "messages", "user_data", "tools", "prompt", "routed_experts"),
+    *("logprobs", "turns", "turn_tokens", "turn_rewards", "stop_reason", "truncated"),  # of a rollout
+)
 
 
 def sendable_rows(inputs: Any) -> Any:
@@ -32,7 +35,9 @@ def _rows_of(given: Any) -> list[Any]:
         return [given]
     rows = [sequence.new_input_feature for sequence in given.sequences]
     if None in rows:
-        raise ArgumentError(f"sequence {rows.index(None)} has no new_input_feature; give rows with input_ids and labels")
+        raise ArgumentError(
+            f"sequence {rows.index(None)} has no new_input_feature; give rows with input_ids and labels"
+        )
     return rows
 
 
