@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from twinkle_server.data.limits import DataLimits
 from twinkle_server.settings import Limits, Rollouts, Settings, Times
 
 
 def settings_of(fields: dict[str, Any]) -> Settings:
     """Return settings from plain fields."""
     fields = dict(fields, data=Path(fields["data"]))
-    for name, made in (("limits", Limits), ("times", Times), ("rollouts", Rollouts)):
+    for name, made in (("limits", Limits), ("times", Times), ("rollouts", Rollouts), ("datasets", DataLimits)):
         if name in fields:
             fields[name] = made(**fields[name])
     if "losses" in fields:

@@ -9,7 +9,7 @@ import pytest
 import twinkle
 import twinkle_client
 from twinkle.dataset import Dataset, DatasetMeta
-from twinkle.errors import ArgumentError, MeshError, Unsupported
+from twinkle.errors import ArgumentError, MeshError, TrainingStateError, Unsupported
 from twinkle.runtime import current_runtime
 from twinkle_client.http import Connection
 
@@ -59,3 +59,18 @@ def test_a_class_of_this_process_cannot_run_there(client: Any) -> None:
         current_runtime().initialize(type(current_runtime().options)(global_device_mesh=mesh))
     with pytest.raises(ArgumentError, match="leave base_url"):
         twinkle.initialize("http", base_url="http://127.0.0.1:9", client=client)
+
+
+def test_without_an_address_the_script_is_that_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TWINKLE_SERVER_URL", raising=False)
+    groups = [twinkle.DeviceGroup(name="model", ranks=1, device_type="cuda")]
+    try:
+        twinkle.initialize(mode="http", groups=groups)
+        assert "launch_server" in twinkle.get_device_placement()
+        with pytest.raises(TrainingStateError, match=r"(?s)pass base_url= to .*launch_server\(config_path="):
+            Dataset(DatasetMeta(data=[{"a": 1}]))
+        groups[0].ranks = 4
+        with pytest.raises(MeshError, match="group 'model' has 4 ranks, but a service trains and samples on one"):
+            twinkle.initialize(mode="http", groups=groups)
+    finally:
+        twinkle.initialize("local")

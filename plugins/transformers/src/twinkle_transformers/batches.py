@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinkle.data_format import SampleResponse
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.collate import Layout, Side, unpack
@@ -38,6 +39,8 @@ _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     """Return encoded rows for one row, a list of rows, or a collated batch; trajectories pass through `encode`.
 
+    A `SampleResponse` in the list is the rows of its sequences (`new_input_feature`).
+
     Raises:
         DataError: there are no rows, or a row is neither encoded nor a trajectory.
     """
@@ -46,6 +49,7 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     rows = list(inputs) if not isinstance(inputs, Mapping) else _unbatch(inputs) if _is_batch(inputs) else [inputs]
     if not rows:
         raise DataError("the batch must have at least one row, got none")
+    rows = [row for given in rows for row in _sampled(given)]
     encoded: list[Any] = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -60,6 +64,11 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
                 f"row {index} has the keys {sorted(row)}; it needs `input_ids` (encoded) or `messages` (a trajectory)"
             )
     return encoded
+
+
+def _sampled(given: Any) -> list[Any]:
+    """Return the rows of a `SampleResponse`, or what is given."""
+    return [one.new_input_feature for one in given.sequences] if isinstance(given, SampleResponse) else [given]
 
 
 def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:

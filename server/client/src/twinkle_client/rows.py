@@ -6,11 +6,14 @@ from typing import Any
 from twinkle.errors import ArgumentError
 
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "completion_mask", "loss_scale")
-_DESCRIBING = ("length", "messages", "user_data", "tools", "prompt", "routed_experts")
+_DESCRIBING = (
+    *("length", "messages", "user_data", "tools", "prompt", "routed_experts"),
+    *("logprobs", "turns", "turn_tokens", "turn_rewards", "stop_reason", "truncated"),  # of a rollout
+)
 
 
 def sendable_rows(inputs: Any) -> Any:
-    """Return a row or a list of rows for a request.
+    """Return a row or a list of rows for a request; the result of a sampler is the rows of its sequences, in order.
 
     Raises:
         ArgumentError: they are neither.
@@ -19,7 +22,23 @@ def sendable_rows(inputs: Any) -> Any:
         return _sendable(inputs)
     if not isinstance(inputs, list | tuple):
         raise ArgumentError(f"inputs must be a row or a list of rows, got a {type(inputs).__name__}")
-    return [_sendable(row) for row in inputs]
+    return [_sendable(row) for given in inputs for row in _rows_of(given)]
+
+
+def _rows_of(given: Any) -> list[Any]:
+    """Return a row as it is, and one row for each sequence of a `SampleResponse`.
+
+    Raises:
+        ArgumentError: a sequence has no row, because it was sampled from token ids without a template.
+    """
+    if not hasattr(given, "sequences"):
+        return [given]
+    rows = [sequence.new_input_feature for sequence in given.sequences]
+    if None in rows:
+        raise ArgumentError(
+            f"sequence {rows.index(None)} has no new_input_feature; give rows with input_ids and labels"
+        )
+    return rows
 
 
 def _sendable(row: Any) -> dict[str, Any]:

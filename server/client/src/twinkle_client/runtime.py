@@ -1,10 +1,12 @@
 """The runtime `http`: models, samplers, data sets and loaders of a script live on a service."""
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from twinkle.errors import ArgumentError, MeshError, Unsupported
+from twinkle.errors import ArgumentError, MeshError, TrainingStateError, Unsupported
+from twinkle.logging import get_logger
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.platform import seed_everything
 from twinkle.runtime import Runtime, RuntimeOptions
@@ -27,6 +29,10 @@ _MODELS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("dataloader", "DataLoader"): ("twinkle_client.dataloader", "DataLoader"),
 }
 """Class of the client by kind and name of the component."""
+_HOW_TO_SERVE: Final = (
+    "serve with twinkle.server.launch_server(config_path='server_config.yaml'), whose `applications:` choose the model, "
+    "or with the command `twinkle serve MODEL`"
+)
 _KINDS: Final = ("model", "sampler", "dataset", "dataloader")
 """Kinds whose components live on the service; all others live in this process."""
 
@@ -36,6 +42,9 @@ class HttpRuntime(Runtime):
 
     Everything else, such as templates and rewards, lives in this process. Arguments that choose devices have no effect
     here: the service has its own.
+
+    Without an address, the script is that of a server: it goes on with `twinkle.server.launch_server`, and components
+    cannot be built in it.
 
     Args:
         base_url: address of the service; by default `TWINKLE_SERVER_URL`.
@@ -59,7 +68,7 @@ class HttpRuntime(Runtime):
 
         Raises:
             TwinkleClientError: the service cannot be reached, or refuses the key.
-            MeshError: the mesh has several ranks.
+            MeshError: the mesh has several ranks; or the script is that of a server, and a group has several.
         """
         mesh = options.global_device_mesh or DeviceMesh.from_sizes(dp_size=1)
         if mesh.world_size != 1:
@@ -67,10 +76,18 @@ class HttpRuntime(Runtime):
                 f"the global mesh has {mesh} ranks, but with mode='http' the script is one process, and the service "
                 "divides the work over its own devices; leave global_device_mesh out"
             )
-        if self._client is None:
+        if self._serves():
+            _check_one_device(options.groups)
+            get_logger().info("mode='http' without an address: %s", _HOW_TO_SERVE)
+        elif self._client is None:
             self._client = self._given or self._connected()
         seed_everything(options.seed, options.full_determinism)
         self.mesh, self.options = mesh, options
+
+    def _serves(self) -> bool:
+        """Return whether there is no address, as in the published script of a server."""
+        address = self._base_url or os.environ.get("TWINKLE_SERVER_URL", "").strip()
+        return self._client is None and self._given is None and not address
 
     def _connected(self) -> Any:
         return importlib.import_module("twinkle_client").init_twinkle_client(self._base_url, self._api_key)
@@ -80,10 +97,17 @@ class HttpRuntime(Runtime):
 
         Raises:
             Unsupported: the service cannot run this class.
+            TrainingStateError: the runtime has no address of a service.
         """
         found = _component_of(cls)
-        if self._client is None or found is None:
+        if self.mesh is None or found is None:
             return None
+        if self._client is None:
+            raise TrainingStateError(
+                f"mode='http' cannot build the {found[0]} {found[1]}: there is no address of a service. To use one, "
+                "pass base_url= to initialize, or set TWINKLE_SERVER_URL; a script that serves builds no components: "
+                f"{_HOW_TO_SERVE}"
+            )
         if found not in _MODELS:
             known = ", ".join(name for kind, name in _MODELS if kind == found[0])
             raise Unsupported(f"mode='http' cannot run the {found[0]} {found[1]} on the service; use one of {known}")
@@ -95,7 +119,9 @@ class HttpRuntime(Runtime):
 
     def placement(self, groups: Sequence[DeviceGroup] = ()) -> str:
         """Return where components live."""
-        where = "a service" if self._client is None else self._client.connection.base_url
+        if self._client is None:
+            return f"http: nothing in this process; {_HOW_TO_SERVE}"
+        where = self._client.connection.base_url
         own = "".join(f"; group {group.name!r} has no effect" for group in groups)
         return f"http: {', '.join(_KINDS)} on {where}; everything else in this process{own}"
 
@@ -104,6 +130,20 @@ class HttpRuntime(Runtime):
         client, self._client = self._client, None
         if client is not None and client is not self._given:
             client.close()
+
+
+def _check_one_device(groups: Sequence[DeviceGroup]) -> None:
+    """Check that the groups of a server's script are of one device each, which is what a service has.
+
+    Raises:
+        MeshError: a group has several.
+    """
+    for group in groups:
+        if group.world_size != 1:
+            raise MeshError(
+                f"group {group.name!r} has {group.world_size} ranks, but a service trains and samples on one device; "
+                "write ranks=1, or start one service for each device"
+            )
 
 
 def _component_of(cls: type) -> tuple[str, str] | None:

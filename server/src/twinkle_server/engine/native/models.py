@@ -86,7 +86,7 @@ class NativeModels:
         """
         call, state, ref = Call.parse(payload), self._state(queue_id), self._refs.ref(queue_id)
         arguments = writable(dict(call.arguments))
-        rows = self._rows(state, arguments.pop("inputs", None))
+        rows = self._rows(state, arguments.pop("inputs", None), arguments.get("task"))
         training = call.method == "forward_backward"
         options, inputs = _options_of(arguments), arguments.pop("loss_inputs", {})
         check_cells(options, rows, self._info.vocabulary)
@@ -214,7 +214,7 @@ class NativeModels:
         return {name: on_host(value) for name, value in outputs.items() if name != "predictions" and _is_tensor(value)}
 
     def _forward(self, queue_id: str, ref: AdapterRef, state: NativeState, arguments: dict[str, Any]) -> Any:
-        rows = self._rows(state, arguments.pop("inputs", None))
+        rows = self._rows(state, arguments.pop("inputs", None), arguments.get("task"))
         options = _options_of(arguments)
         check_cells(options, rows, self._info.vocabulary)
         tokens = sum(len(row["input_ids"]) for row in rows)
@@ -410,14 +410,16 @@ class NativeModels:
     def _of_model(self, method: str, ref: AdapterRef, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._engine.as_model(), method)(*args, adapter_name=ref.name, **kwargs)
 
-    def _rows(self, state: NativeState, inputs: Any) -> list[dict[str, Any]]:
+    def _rows(self, state: NativeState, inputs: Any, task: Any) -> list[dict[str, Any]]:
         def encode(row: Any) -> Any:
             return self._templates.get(state.template).encode(row)
 
-        return read_rows(inputs, encode, self._info.context, self._info.vocabulary)
+        embeds = task == "embedding"
+        return read_rows(inputs, encode, self._info.context, self._info.vocabulary, row_labels=embeds)
 
     def _rows_of(self, state: NativeState, payload: bytes) -> list[dict[str, Any]]:
-        return self._rows(state, Call.parse(payload).arguments.get("inputs"))
+        arguments = Call.parse(payload).arguments
+        return self._rows(state, arguments.get("inputs"), arguments.get("task"))
 
     def _put_metric(self, ref: AdapterRef, name: str, options: Mapping[str, Any], training: bool | None) -> None:
         spec = components.find("metric", name, self._in_process)

@@ -21,7 +21,9 @@ _HIDDEN: Final = ("loss", "loss_sum", "num_tokens", "loss_metrics", "predictions
 """Entries of outputs that are not sent: numbers of the whole batch, and what only metrics need."""
 
 
-def read_rows(inputs: Any, encode: Encode, context: int, vocabulary: int) -> list[dict[str, Any]]:
+def read_rows(
+    inputs: Any, encode: Encode, context: int, vocabulary: int, *, row_labels: bool = False
+) -> list[dict[str, Any]]:
     """Return the rows of a call as encoded rows.
 
     Args:
@@ -29,6 +31,7 @@ def read_rows(inputs: Any, encode: Encode, context: int, vocabulary: int) -> lis
         encode: encodes a conversation.
         context: maximum number of tokens of a row.
         vocabulary: number of token ids.
+        row_labels: whether `labels` may be one number for a whole row, as losses of embeddings have them.
 
     Raises:
         UserError: there are no rows, or one is invalid.
@@ -42,7 +45,12 @@ def read_rows(inputs: Any, encode: Encode, context: int, vocabulary: int) -> lis
         if not isinstance(row, Mapping):
             raise UserError(f"{where} must be a mapping with input_ids or messages, got a {type(row).__name__}")
         if "input_ids" in row:
-            encoded.append(_feature(where, row, context, vocabulary))
+            label = row.get("labels")
+            if row_labels and isinstance(label, int) and not isinstance(label, bool):
+                rest = {name: value for name, value in row.items() if name != "labels"}
+                encoded.append({**_feature(where, rest, context, vocabulary), "labels": label})
+            else:
+                encoded.append(_feature(where, row, context, vocabulary))
         else:
             encoded += [_feature(where, part, context, vocabulary) for part in _encoded(where, row, encode)]
     if not encoded:
