@@ -7,7 +7,6 @@ unmodified SDKs of OpenAI and Anthropic, and sample through Tinker. Neither sees
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anthropic
