@@ -337,6 +337,9 @@ def calls_a_tool(client: openai.OpenAI, training: Any) -> None:
     answer = client.chat.completions.create(**options, max_tokens=200).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    same = client.chat.completions.create(**{**options, "tools": [strict]}, max_tokens=200).choices[0]
+    assert same.message.tool_calls[0].function == answer.message.tool_calls[0].function
     chunks = list(client.chat.completions.create(**options, max_tokens=200, stream=True))
     (call,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
     assert call.function.name == "weather"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twinkle.testing import tiny_tokenizer
 from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.render import ToolFormat
-from twinkle_server.chat.tools import ToolReader, build_parser, forced_grammar
+from twinkle_server.chat.tools import ToolReader, build_parser, forced_grammar, strict_grammar
 
 HERMES = ToolFormat("HermesQwenParser", json=True, before="\n", after="\n", special=False)
 WEATHER = {
@@ -74,7 +74,16 @@ def test_the_grammar_has_just_the_calls_that_are_allowed(vocabulary: Any) -> Non
     assert not accepts(vocabulary, one, CALL.replace("weather", "wether"))
 
 
+def test_strict_calls_match_their_schema_and_text_is_free(vocabulary: Any) -> None:
+    grammar = strict_grammar(HERMES, build_parser(HERMES), [WEATHER])
+    for text in ("hello < you", CALL, f"I look.\n{CALL}\n{CALL}"):
+        assert accepts(vocabulary, grammar, text)
+    assert not accepts(vocabulary, grammar, CALL.replace("Rome", "Bonn"))
+
+
 def test_calls_that_are_no_json_cannot_be_forced() -> None:
     form = ToolFormat("DSMLParser", json=False, before="", after="", special=False)
     with pytest.raises(InvalidParameter, match="cannot be forced"):
         forced_grammar(form, build_parser(form), [WEATHER], several=False)
+    with pytest.raises(InvalidParameter, match="cannot be enforced"):
+        strict_grammar(form, build_parser(form), [WEATHER])

@@ -107,10 +107,8 @@ async def describe(state: AppState, caller: Caller, name: str) -> dict[str, Any]
     Raises:
         ModelNotFound: the caller has no such model.
     """
-    target = await resolve(state, caller, name)
-    if target == Target():
-        return _entry(name, 0.0, "twinkle")
-    return _entry(name, 0.0, caller.tenant)
+    record = (await resolve(state, caller, name)).record
+    return _entry(name, 0.0, "twinkle") if record is None else _entry(name, record.created, caller.tenant)
 
 
 def _entry(name: str, created: float, owner: str) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def _conversation(body: ChatBody) -> Conversation:
             [_plain_tool(tool) for tool in body.tools or ()],
         )
         several = body.parallel_tool_calls is not False
-        return Conversation(messages, tools, name, several, structure, thinking)
+        strict = any(tool.function.strict for tool in body.tools or ())
+        return Conversation(messages, tools, name, several, structure, thinking, strict)
     raise InvalidParameter("tool_choice", f"a tool that must be called cannot have the name {name!r}")
 
 

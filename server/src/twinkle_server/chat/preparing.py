@@ -12,7 +12,7 @@ from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.exchange import Choice, Exchange
 from twinkle_server.chat.models import Target
 from twinkle_server.chat.render import Renderer, Text
-from twinkle_server.chat.tools import ToolReader, build_parser, forced_grammar
+from twinkle_server.chat.tools import ToolReader, build_parser, forced_grammar, strict_grammar
 from twinkle_server.errors import BadRequest, ServiceError, Unavailable
 from twinkle_server.operations import Generate
 
@@ -33,6 +33,7 @@ class Conversation:
         several: whether more than one call may be forced.
         structure: `SamplingParams.structured_outputs` of the answer.
         thinking: option of the chat template.
+        strict: whether the arguments of calls must match their schemas; they always do if `choice` forces calls.
     """
 
     messages: list[dict[str, Any]]
@@ -41,6 +42,7 @@ class Conversation:
     several: bool = True
     structure: Mapping[str, Any] | None = None
     thinking: bool = True
+    strict: bool = False
 
 
 @dataclass(slots=True)
@@ -106,7 +108,9 @@ async def _tool_grammar(renderer: Renderer, conversation: Conversation) -> tuple
             "response_format", "response_format cannot be combined with tools; use tool_choice 'none'"
         )
     if conversation.choice == "auto":
-        return False, None
+        if not conversation.strict:
+            return False, None
+        return False, {"grammar": strict_grammar(form, build_parser(form), conversation.tools)}
     chosen = [tool for tool in conversation.tools if conversation.choice in ("required", tool["function"]["name"])]
     if not chosen:
         raise InvalidParameter("tool_choice", f"no tool has the name {conversation.choice!r}")

@@ -55,17 +55,37 @@ def forced_grammar(form: ToolFormat, parser: ToolCallParser, tools: Sequence[dic
     for name, tool in zip(names, tools, strict=True):
         function = tool["function"]
         begin = f'{form.before}{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = json.dumps(
-            {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, "type": "object"} | _schema(function)
-        )
+        schema = json.dumps(_schema(function))
         lines.append(f"{name}: {opening} {json.dumps(begin)} {name}_arguments {json.dumps('}' + form.after)} {closing}")
         lines.append(f"{name}_arguments: %json {schema}")
     return "\n".join(lines)
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
-    parameters: dict[str, Any] = function.get("parameters") or {}
-    return parameters
+    """Return the JSON schema of a function's arguments."""
+    options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, "type": "object"}
+    return options | (function.get("parameters") or {})
+
+
+def strict_grammar(form: ToolFormat, parser: ToolCallParser, tools: Sequence[dict[str, Any]]) -> str:
+    """Return a grammar (Lark, for llguidance) of any text in which each call matches the schema of its tool.
+
+    Raises:
+        InvalidParameter: the model's format of calls is not JSON, so schemas cannot be enforced.
+    """
+    from llguidance import StructTag
+
+    if not form.json:
+        raise InvalidParameter(
+            "tools", "this model does not write tool calls as JSON, so strict=true cannot be enforced; leave it out"
+        )
+    tags = []
+    for tool in tools:
+        function = tool["function"]
+        begin = f'{parser.open_marker}{form.before}{{"name": {json.dumps(function["name"])}, "arguments": '
+        end = "}" + form.after + parser.close_marker
+        tags.append(StructTag(trigger=parser.open_marker, begin=begin, grammar=_schema(function), end=end))
+    return StructTag.to_grammar(tags, assume_special=form.special)
 
 
 def _literal(marker: str, special: bool) -> str:
