@@ -30,8 +30,8 @@ _MODELS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
 }
 """Class of the client by kind and name of the component."""
 _HOW_TO_SERVE: Final = (
-    "serve with twinkle.server.launch_server(config_path='server_config.yaml'), whose `applications:` choose the model, "
-    "or with the command `twinkle serve MODEL`"
+    "serve with twinkle.server.launch_server(config_path='server_config.yaml'), whose `applications:` choose the "
+    "model, or with the command `twinkle serve MODEL`"
 )
 _KINDS: Final = ("model", "sampler", "dataset", "dataloader")
 """Kinds whose components live on the service; all others live in this process."""
