@@ -167,7 +167,8 @@ for run in runs:
 def train():
     dataset = Dataset(dataset_meta=DatasetMeta('ms://swift/self-cognition', data_slice=range(16)))
     dataset.set_template('Qwen3_5Template', model_id='ms://Qwen/Qwen3.5-4B', max_length=512)
-    dataset.map('SelfCognitionProcessor', init_args={'model_name': 'twinkle model', 'model_author': 'ModelScope Community'})
+    names = {'model_name': 'twinkle model', 'model_author': 'ModelScope Community'}
+    dataset.map('SelfCognitionProcessor', init_args=names)
     dataset.encode(batched=True)
     dataloader = DataLoader(dataset=dataset, batch_size=4)
     model = MultiLoraTransformersModel(model_id='ms://Qwen/Qwen3.5-4B')

@@ -70,7 +70,7 @@ class Chats:
 
     def ask(self, model: str) -> tuple[str, str]:
         """Return the greedy answers of a model to one question, through both."""
-        options: Any = {"model": model, "messages": HELLO, "max_tokens": TOKENS, "temperature": 0}
+        options: Any = {"model": model, "messages": HELLO, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
         one = self.openai.chat.completions.create(**options).choices[0].message.content
         other = self.claude.messages.create(**options).content
         return one or "", "".join(part.text for part in other if part.type == "text")
@@ -202,5 +202,8 @@ def test_neither_reaches_the_models_of_the_other(service: Served) -> None:
                 vLLMSampler(BASE, client=client).sample(
                     [{"input_ids": PROMPT}], adapter_uri=f"twinkle://{foreign}/sampler_weights/last"
                 )
-        with sdk.opened(service.url, key) as tenant, pytest.raises(tinker.NotFoundError):
-            tenant.create_rest_client().get_training_run(foreign).result(sdk.SECONDS)
+        rest = tinker.RestClient(base_url=service.url, api_key=key)
+        with pytest.raises(tinker.NotFoundError):
+            rest.get_training_run(foreign).result(sdk.SECONDS)
+    del rest
+    sdk.sweep()

@@ -96,10 +96,27 @@ def policy(model: Any) -> list[Any]:
     return seen
 
 
+def embeddings(model: Any) -> list[Any]:
+    """InfoNCE: a row has one label, which is 1 where a group of anchor, positive and negative begins."""
+    model.add_adapter_to_model("a", CONFIG | {"lora_dropout": 0.0}, seed=5)
+    model.set_loss("InfonceLoss", temperature=0.1, hard_negatives=1, adapter_name="a")
+    model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+    seen: list[Any] = []
+    for step in range(3):
+        batch = [
+            {"input_ids": row["input_ids"], "labels": int(place % 3 == 0)}
+            for place, row in enumerate(rows(step, 9, 6, 8, 8, 7, 5))
+        ]
+        seen.append(model.forward_only(inputs=batch, task="embedding", adapter_name="a")["embeddings"])
+        seen.append(model.forward_backward(inputs=batch, task="embedding", adapter_name="a")["loss"])
+        model.clip_grad_and_step(adapter_name="a")
+    return seen
+
+
 SCRIPTS = [
     supervised,
     policy,
-    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, preferences)),
+    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, preferences, embeddings)),
 ]
 
 
