@@ -143,64 +143,52 @@ def test_a_checkpoint_goes_to_a_hub(service: Served, base: Path, hub: FakeHub, t
 
 
 PUBLISHED_CLIENT = """\
-import dotenv
-dotenv.load_dotenv('.env')
-
 from peft import LoraConfig
 
-from twinkle import get_logger
 from twinkle.dataset import DatasetMeta
 from twinkle_client import init_twinkle_client
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset
 from twinkle_client.model import MultiLoraTransformersModel
 
-logger = get_logger()
-client = init_twinkle_client(base_url='URL', api_key='KEY')
-runs = client.list_training_runs()
-resume_path = None
-for run in runs:
-    logger.info(run.model_dump_json(indent=2))
-    checkpoints = client.list_checkpoints(run.training_run_id)
-    for checkpoint in checkpoints:
-        logger.info(checkpoint.model_dump_json(indent=2))
-def train():
-    dataset = Dataset(dataset_meta=DatasetMeta('ms://swift/self-cognition', data_slice=range(16)))
-    dataset.set_template('Qwen3_5Template', model_id='ms://Qwen/Qwen3.5-4B', max_length=512)
-    names = {'model_name': 'twinkle model', 'model_author': 'ModelScope Community'}
-    dataset.map('SelfCognitionProcessor', init_args=names)
-    dataset.encode(batched=True)
-    dataloader = DataLoader(dataset=dataset, batch_size=4)
-    model = MultiLoraTransformersModel(model_id='ms://Qwen/Qwen3.5-4B')
-    lora_config = LoraConfig(target_modules='all-linear')
-    model.add_adapter_to_model('default', lora_config, gradient_accumulation_steps=2)
-    model.set_template('Qwen3_5Template')
-    model.set_processor('InputProcessor', padding_side='right')
-    model.set_loss('CrossEntropyLoss')
-    model.set_optimizer('AdamW', lr=1e-2)
-    model.set_lr_scheduler('LinearLR')
-    if resume_path:
-        model.load(resume_path, load_optimizer=True)
-    logger.info(model.get_train_configs())
-    for epoch in range(3):
-        for step, batch in enumerate(dataloader):
-            output = model.forward_backward(inputs=batch)
-            if step % 2 == 0:
-                logger.info(f'Current is step {step // 2}, loss: {output}')
-            model.clip_grad_norm(1.0)
-            model.step()
-            model.zero_grad()
-            model.lr_step()
-        twinkle_path = model.save(name=f'twinkle-epoch-{epoch}', save_optimizer=True)
-        logger.info(f'Saved checkpoint: {twinkle_path}')
-if __name__ == '__main__':
-    train()
+MODEL = "ms://Qwen/Qwen3.5-4B"
+service = init_twinkle_client(base_url="URL", api_key="KEY")
+for earlier in service.list_training_runs():
+    print(earlier.model_dump_json(indent=2))
+    for saved in service.list_checkpoints(earlier.training_run_id):
+        print(saved.model_dump_json(indent=2))
+
+rows = Dataset(dataset_meta=DatasetMeta("ms://swift/self-cognition", data_slice=range(16)))
+rows.set_template("Qwen3_5Template", model_id=MODEL, max_length=512)
+rows.map("SelfCognitionProcessor", init_args={"model_name": "Nova", "model_author": "Lab"})
+rows.encode(batched=True)
+batches = DataLoader(dataset=rows, batch_size=4)
+
+tuned = MultiLoraTransformersModel(model_id=MODEL)
+tuned.add_adapter_to_model("default", LoraConfig(target_modules="all-linear"), gradient_accumulation_steps=2)
+tuned.set_template("Qwen3_5Template")
+tuned.set_processor("InputProcessor", padding_side="right")
+tuned.set_loss("CrossEntropyLoss")
+tuned.set_optimizer("AdamW", lr=1e-2)
+tuned.set_lr_scheduler("LinearLR")
+print(tuned.get_train_configs())
+for epoch in range(3):
+    for number, batch in enumerate(batches):
+        answer = tuned.forward_backward(inputs=batch)
+        if number % 2 == 0:
+            print(f"batch {number}: {answer}")
+        tuned.clip_grad_norm(1.0)
+        tuned.step()
+        tuned.zero_grad()
+        tuned.lr_step()
+    print("saved", tuned.save(name=f"epoch-{epoch}", save_optimizer=True))
 """
+"""The calls of the published script that trains with our client, in their order and with their arguments."""
 
 PUBLISHED_TINKER = """\
 import os
+
 from tinker import types
-from tqdm import tqdm
 
 from twinkle import init_tinker_client
 from twinkle.dataloader import DataLoader
@@ -208,72 +196,56 @@ from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.preprocessor import SelfCognitionProcessor
 from twinkle.server.common import input_feature_to_datum
 
-init_tinker_client()
+init_tinker_client()  # before the import of the client class, as published
 from tinker import ServiceClient
 
-base_model = 'Qwen/Qwen3.5-4B'
-base_url = 'URL'
-def train():
-    dataset = Dataset(dataset_meta=DatasetMeta('builtin://self-cognition', data_slice=range(16)))
-    dataset.set_template('Qwen3_5Template', model_id=f'ms://{base_model}', max_length=256)
-    dataset.map(SelfCognitionProcessor('Twinkle Model', 'ModelScope Team'), load_from_cache_file=False)
-    dataset.encode(batched=True, load_from_cache_file=False)
-    dataloader = DataLoader(dataset=dataset, batch_size=8)
-    service_client = ServiceClient(
-        base_url=base_url,
-        api_key=os.environ.get('MODELSCOPE_TOKEN')
-    )
-    training_client = service_client.create_lora_training_client(base_model=base_model, rank=16)
-    for epoch in range(3):
-        print(f'Epoch {epoch}')
-        for step, batch in tqdm(enumerate(dataloader)):
-            input_datum = [input_feature_to_datum(input_feature) for input_feature in batch]
-            fwdbwd_future = training_client.forward_backward(input_datum, 'cross_entropy')
-            optim_future = training_client.optim_step(types.AdamParams(learning_rate=1e-2))
-            fwdbwd_result = fwdbwd_future.result()
-            optim_result = optim_future.result()
-            print(f'Training Metrics: {optim_result}')
-            print('loss', fwdbwd_result.metrics['loss:sum'])
-        save_future = training_client.save_state(f'twinkle-lora-{epoch}')
-        save_result = save_future.result()
-        print(f'Saved checkpoint to {save_result.path}')
-if __name__ == '__main__':
-    train()
+NAME = "Qwen/Qwen3.5-4B"
+rows = Dataset(dataset_meta=DatasetMeta("builtin://self-cognition", data_slice=range(16)))
+rows.set_template("Qwen3_5Template", model_id=f"ms://{NAME}", max_length=256)
+rows.map(SelfCognitionProcessor("Nova", "Lab"), load_from_cache_file=False)
+rows.encode(batched=True, load_from_cache_file=False)
+batches = DataLoader(dataset=rows, batch_size=8)
+
+service = ServiceClient(base_url="URL", api_key=os.environ.get("MODELSCOPE_TOKEN"))
+trainer = service.create_lora_training_client(base_model=NAME, rank=16)
+for epoch in range(3):
+    for batch in batches:
+        passed = trainer.forward_backward([input_feature_to_datum(row) for row in batch], "cross_entropy")
+        stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        print("loss", passed.result().metrics["loss:sum"])
+        print(stepped.result())
+    print("saved", trainer.save_state(f"epoch-{epoch}").result().path)
 """
+"""The calls of the published script that trains with the Tinker SDK."""
 
 PUBLISHED_LOOP = """\
 from peft import LoraConfig
+
 from twinkle.data_format import SamplingParams
 from twinkle.dataset import DatasetMeta
+from twinkle_client import init_twinkle_client
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset
-lora_config, params = LoraConfig(target_modules='all-linear'), SamplingParams(max_tokens=4, num_samples=2)
-advantages = [1.0, -1.0, 1.0, -1.0]
-from twinkle_client import init_twinkle_client
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.sampler import vLLMSampler
 
-client = init_twinkle_client(
-    base_url='URL',
-    api_key='KEY'
-)
-dataset = Dataset(DatasetMeta(data=[{'messages': [{'role': 'user', 'content': str(n)}]} for n in range(8)]))
-dataset.set_template('Qwen3_5Template', model_id='ms://Qwen/Qwen3.5-4B', max_length=512)
-dataset.encode(add_generation_prompt=True)
-dataloader = DataLoader(dataset, batch_size=2)
-model = MultiLoraTransformersModel(model_id='ms://Qwen/Qwen3.5-4B')
-model.add_adapter_to_model('default', lora_config)
-model.set_optimizer('AdamW', lr=1e-4)
-model.set_loss('GRPOLoss')
-sampler = vLLMSampler(model_id='ms://Qwen/Qwen3.5-4B')
-for batch in dataloader:
-    responses = sampler.sample(inputs=batch, sampling_params=params)
-    model.forward_backward(inputs=responses, advantages=advantages)
-    model.step()
-    model.zero_grad()
-print('steps', model.calculate_metric(is_training=True)['iters'])
+MODEL = "ms://Qwen/Qwen3.5-4B"
+init_twinkle_client(base_url="URL", api_key="KEY")
+prompts = Dataset(DatasetMeta(data=[{"messages": [{"role": "user", "content": str(n)}]} for n in range(8)]))
+prompts.set_template("Qwen3_5Template", model_id=MODEL, max_length=512)
+prompts.encode(add_generation_prompt=True)
+policy, sampler = MultiLoraTransformersModel(model_id=MODEL), vLLMSampler(model_id=MODEL)
+policy.add_adapter_to_model("default", LoraConfig(target_modules="all-linear"))
+policy.set_optimizer("AdamW", lr=1e-4)
+policy.set_loss("GRPOLoss")
+for batch in DataLoader(prompts, batch_size=2):
+    sampled = sampler.sample(inputs=batch, sampling_params=SamplingParams(max_tokens=4, num_samples=2))
+    policy.forward_backward(inputs=sampled, advantages=[1.0, -1.0, 1.0, -1.0])
+    policy.step()
+    policy.zero_grad()
+print("steps", policy.calculate_metric(is_training=True)["iters"])
 """
-"""The fragment of the page on runtime modes; the lines before, the loss and `zero_grad` are what it leaves out.
+"""The published loop with a sampler; the data, the loss and `zero_grad` are what it leaves out.
 
 Without `zero_grad`, the gradients of all steps would be added up; our model refuses that."""
 
@@ -291,7 +263,7 @@ def test_the_published_client_script_runs(service: Served, base: Path, tmp_path:
     losses = [float(found) for found in re.findall(r"'loss': ([\d.]+)", shown)]
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.05
-    assert re.findall(r"Saved checkpoint: twinkle://\S+/weights/(\S+)", shown)[-1].startswith("twinkle-epoch-2")
+    assert re.findall(r"saved twinkle://\S+/weights/(\S+)", shown)[-1].startswith("epoch-2")
 
 
 @pytest.mark.full
@@ -301,7 +273,7 @@ def test_the_published_tinker_script_runs(service: Served, base: Path, tmp_path:
     losses = numbers(shown, "loss")
     assert len(losses) == 6
     assert losses[-2] < losses[0], "the first batch of the last epoch, and of the first"
-    assert shown.count("Saved checkpoint to tinker://") == 3
+    assert shown.count("saved tinker://") == 3
 
 
 @pytest.mark.full
