@@ -42,9 +42,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         folder / "base", "qwen2", chat_template=TEMPLATE.read_text(), initializer_range=0.1,
         max_position_embeddings=2048,
     )  # fmt: skip
-    served = pool(folder / "data", base, {"name": BASE, "auth": True}).start()
-    yield served
-    assert served.stop() == 0
+    served = pool(folder / "data", base, {"name": BASE, "auth": True})
+    try:
+        yield served.start()
+    finally:
+        status = served.stop()
+    assert status == 0
 
 
 @pytest.fixture(scope="module")
