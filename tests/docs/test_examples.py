@@ -94,6 +94,7 @@ HEAVY = {
     "docs/explanations/simulation.md",
     "docs/guides/plugin-author/write-a-plugin.md",
     "docs/guides/researcher/recipes.md",
+    "docs/guides/operator/backup.md",
     "docs/guides/operator/dashboard.md",
     "docs/guides/operator/serving.md",
     "docs/guides/tenant/data-on-the-service.md",

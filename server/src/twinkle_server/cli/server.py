@@ -31,6 +31,7 @@ _data = click.option(
     envvar="TWINKLE_SERVE_DATA",
     help="Folder of the service.",
 )
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 
@@ -367,6 +368,75 @@ def set_aside(data: Path, as_json: bool) -> None:
         target = move(data.absolute())
     lines = [f"moved to {target}", "the next `twinkle serve` creates a new database and prints a new operator key"]
     echo({"folder": str(target)}, as_json, lines)
+
+
+@main.command(context_settings=_NAMES)
+@_data
+@click.option("--to", type=_FOLDER, required=True, help="Backup folder; created if needed.")
+@click.option("--keep", type=click.IntRange(1), help="Number of newest backups that are kept. By default all.")
+@click.option("--compare", is_flag=True, help="Read all files again, instead of trusting the previous backup.")
+@_json
+@click.pass_context
+def backup(context: click.Context, /, data: Path, to: Path, keep: int | None, compare: bool, as_json: bool) -> None:
+    """Back up the folder, also while a service runs; exit code 1 if files of the service are missing or damaged.
+
+    Files of the previous backup are not copied again. After an interruption, the same command continues.
+    """
+    from twinkle_server.backup.making import backup as make
+
+    with user_errors():
+        made = make(data.absolute(), to.absolute(), keep, compare=compare)
+    fields = {
+        "backup": str(made.folder),
+        "files": len(made.listing.files),
+        "bytes": made.listing.size,
+        "copied": made.copied,
+        "copied_bytes": made.copied_bytes,
+        "linked": made.linked,
+        "damaged": list(made.listing.damaged),
+    }
+    lines = [f"damaged in {data}: {text}" for text in made.listing.damaged]
+    lines.append(
+        f"backed up to {made.folder}: {len(made.listing.files)} files, {made.listing.size} bytes; "
+        f"{made.copied} files ({made.copied_bytes} bytes) copied, {made.linked} from before"
+    )
+    echo(fields, as_json, lines)
+    context.exit(1 if made.listing.damaged else 0)
+
+
+@main.command(context_settings=_NAMES)
+@click.option("--from", "source", type=_FOLDER, required=True, help="Backup folder, or one backup in it.")
+@click.option("--data", type=_FOLDER, required=True, help="New folder for the service; must be empty or missing.")
+@_json
+def restore(source: Path, data: Path, as_json: bool) -> None:
+    """Verify the newest backup, and make a folder for `twinkle serve --data` of it."""
+    from twinkle_server.backup.restoring import restore_backup
+
+    with user_errors():
+        made, listing = restore_backup(source.absolute(), data.absolute())
+    lines = [f"damaged before the backup: {text}" for text in listing.damaged]
+    lines.append(f"restored {made} of {_day(listing.created)} to {data}: {len(listing.files)} files")
+    fields = {"backup": str(made), "created": listing.created, "files": len(listing.files), "bytes": listing.size}
+    echo({**fields, "damaged": list(listing.damaged)}, as_json, lines)
+
+
+@main.command("verify-backup", context_settings=_NAMES)
+@click.argument("folder", type=_FOLDER)
+@_json
+@click.pass_context
+def verify_backup(context: click.Context, /, folder: Path, as_json: bool) -> None:
+    """Compare the newest backup in FOLDER, or the backup FOLDER, with its list; exit code 1 after errors."""
+    from twinkle_server.backup.restoring import verify_backup as verify
+
+    with user_errors():
+        made, listing, problems = verify(folder.absolute())
+    last = "replace the damaged files, or use another backup" if problems else "the backup is intact"
+    fields = {"backup": str(made), "created": listing.created, "files": len(listing.files), "bytes": listing.size}
+    lines = [f"damaged: {text}" for text in problems]
+    lines += [f"damaged before the backup: {text}" for text in listing.damaged]
+    lines.append(f"{made} of {_day(listing.created)}: {len(listing.files)} files, {listing.size} bytes; {last}")
+    echo({**fields, "damaged": problems, "damaged_before": list(listing.damaged)}, as_json, lines)
+    context.exit(1 if problems else 0)
 
 
 @main.group(context_settings=_NAMES)

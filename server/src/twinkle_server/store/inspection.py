@@ -91,8 +91,9 @@ def check_whole(data: Path, *, full: bool = False) -> None:
 def remedy(data: Path) -> str:
     """Return what an operator can do about an unusable database."""
     return (
-        f"restore the whole directory from a backup (stop the service, `cp -a BACKUP/. {data}/`), or move what is "
-        f"there aside and start with an empty directory: `twinkle server set-aside --data {data}`"
+        "restore the whole directory from a backup (`twinkle server restore`, or stop the service, "
+        f"`cp -a BACKUP/. {data}/`), or move what is there aside and start with an empty directory: "
+        f"`twinkle server set-aside --data {data}`"
     )
 
 

@@ -153,6 +153,23 @@ def _vacuum(connection: Connection) -> int:
     return count
 
 
+def named_paths(raw: Any) -> tuple[set[str], set[str]]:
+    """Return the paths, relative to the data folder, that a database names.
+
+    Args:
+        raw: a connection of `sqlite3`.
+
+    Returns:
+        The paths that must exist, and sources and folders of operations, which may not exist (yet).
+    """
+    first, last = raw.execute(sql.ROWS).fetchone()
+    rows = (first or 0, last or 0)
+    needed = {row[0] for row in raw.execute(sql.FOLDERS)}
+    needed |= {f"payloads/{row[0]}" for row in raw.execute(sql.PAYLOAD_FILES, rows)}
+    needed |= {f"results/{row[0]}" for row in raw.execute(sql.RESULT_FILES, rows)}
+    return needed, set(_named(raw.execute(sql.SOURCES))) - needed
+
+
 def _folders(connection: Connection) -> set[str]:
     raw = driver(connection)
     return {row[0] for row in raw.execute(sql.FOLDERS)} | set(_named(raw.execute(sql.SOURCES)))

@@ -1,0 +1,1 @@
+"""Backups of a data folder while its service runs, their verification, and their restoration."""
