@@ -13,7 +13,7 @@ from ledger_engine import ENGINE, MODEL
 
 from twinkle.errors import ConfigError, ModelLoadError
 from twinkle_server import configuration
-from twinkle_server.cli.serve import FLAGS, variable
+from twinkle_server.cli.serve import FLAGS, bounds, variable
 from twinkle_server.cli.serve import main as serve
 from twinkle_server.cli.server import main as server
 from twinkle_server.configuration import HIDDEN, describe, entries, load, render
@@ -65,7 +65,9 @@ def test_every_value_arrives_in_its_field(tmp_path: Path) -> None:
             place = values
             for part in entry.parts[:-1]:
                 place = place.setdefault(part, {})
-            place[entry.parts[-1]] = expected[entry.path] = number
+            low, high = bounds(entry.annotation)
+            value = number if high is None or number <= high else high
+            place[entry.parts[-1]] = expected[entry.path] = value if low is None or low < 2 else low + number
     settings = load(write(tmp_path, **values)).settings
     assert len(expected) > 30
     for path, number in expected.items():

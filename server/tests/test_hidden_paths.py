@@ -137,8 +137,8 @@ async def test_no_answer_to_a_tenant_names_a_folder(
     made: list[FastAPI] = []
     create = twinkle_server.application.create_application
 
-    def noted(*args: Any) -> FastAPI:
-        made.append(create(*args))
+    def noted(*args: Any, **options: Any) -> FastAPI:
+        made.append(create(*args, **options))
         return made[-1]
 
     monkeypatch.setattr(twinkle_server.application, "create_application", noted)

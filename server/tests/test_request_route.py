@@ -1,6 +1,7 @@
 """Endpoints that take the request alone are called directly, and answer as FastAPI would."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from twinkle_server.application import create_application
 from twinkle_server.errors import Busy, SequenceConflict
+from twinkle_server.settings import Settings
 
 router = APIRouter()
 
@@ -42,10 +44,13 @@ async def thing(request: Request, name: str) -> Response:
     return Response(name + request.method)
 
 
+SETTINGS = Settings("model", Path("data"))
+
+
 @pytest.fixture
 def application() -> FastAPI:
     """The service's application, with these endpoints in place of its own."""
-    return create_application(None, None, None, router=router)  # type: ignore[arg-type]
+    return create_application(None, None, SETTINGS, router=router)  # type: ignore[arg-type]
 
 
 def ask(application: Any, method: str, path: str) -> tuple[int, dict[bytes, bytes], bytes]:
@@ -77,7 +82,7 @@ def ask(application: Any, method: str, path: str) -> tuple[int, dict[bytes, byte
     ],
 )
 def test_the_answer_is_that_of_fastapi(application: FastAPI, method: str, path: str, status: int) -> None:
-    plain = create_application(None, None, None, router=APIRouter())  # type: ignore[arg-type]
+    plain = create_application(None, None, SETTINGS, router=APIRouter())  # type: ignore[arg-type]
     plain.include_router(router)
     answer = ask(application, method, path)
     assert answer[0] == status

@@ -126,7 +126,7 @@ def test_the_engine_streams_every_step_and_says_when_it_is_over() -> None:
     executor.create("m", Create(8, 1), None)
     told: list[Message] = []
     queues = TaskQueues()
-    sampling = Sampling(executor, lambda folder: None, told.append, queues.rebuilding)
+    sampling = Sampling(executor, lambda folder: None, told.append, rebuilding=queues.rebuilding)
     head = {"id": -2, "tenant": "ana", "model": "m"}
     body = Generate([1], {"max_tokens": 2, "logprobs": 1}, model="m").dump()
     queues.add(Task(-1, "m", -1, RESTORE, ""))

@@ -119,10 +119,10 @@ class HttpRuntime(Runtime):
 
     def placement(self, groups: Sequence[DeviceGroup] = ()) -> str:
         """Return where components live."""
-        if self._client is None:
-            return f"http: nothing in this process; {_HOW_TO_SERVE}"
-        where = self._client.connection.base_url
         own = "".join(f"; group {group.name!r} has no effect" for group in groups)
+        if self._client is None:
+            return f"http: nothing in this process; {_HOW_TO_SERVE}{own}"
+        where = self._client.connection.base_url
         return f"http: {', '.join(_KINDS)} on {where}; everything else in this process{own}"
 
     def shutdown(self) -> None:

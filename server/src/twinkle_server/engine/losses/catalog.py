@@ -43,6 +43,9 @@ _CROSS_ENTROPY: Final = "cross_entropy"
 _IGNORED: Final = ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
 """Inputs of other published losses that `cross_entropy` ignores: clients send one datum to several losses."""
 
+NATIVE_ONLY: Final = frozenset({"InfonceLoss"})
+"""Losses of vectors instead of tokens: the results of Tinker requests are log-probabilities of tokens."""
+
 
 class Losses:
     """The losses of a service.
@@ -73,12 +76,12 @@ class Losses:
             self.workers.prepare(remote)
 
     def names(self, native: Set[str] = frozenset()) -> tuple[str, ...]:
-        """Return the names of all losses, the published ones first.
+        """Return the names of all losses that a Tinker request may use, the published ones first.
 
         Args:
             native: names of further losses, computed by the engine itself.
         """
-        names = self._specs().keys() | native
+        names = (self._specs().keys() | native) - NATIVE_ONLY
         first = (*PUBLISHED, *OWN)
         return (*(name for name in first if name in names), *sorted(names - set(first)))
 
