@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import httpx
 from ledger_engine import ENGINE, MODEL
 
 SCRIPT = Path(__file__).with_name("server_process.py")
-READY = re.compile(r"at (http://127\.0\.0\.1:\d+)")
+READY = re.compile(r"at (https?://127\.0\.0\.1:\d+)")
 KEY = re.compile(r"tml-[\w-]{20,}")
 START_SECONDS = 60.0
 DRAIN_SECONDS = 30.0
@@ -37,6 +38,7 @@ class Served:
         environment: more variables of the process.
         url: of the running service.
         key: that the first start printed, if keys are needed.
+        verify: context that trusts the certificate of the service, if it has one.
     """
 
     data: Path
@@ -44,6 +46,7 @@ class Served:
     environment: dict[str, str] = field(default_factory=dict)
     url: str = ""
     key: str = "tml-nobody-checks-this-key"
+    verify: ssl.SSLContext | bool = True
     process: subprocess.Popen[str] | None = None
     output: list[str] = field(default_factory=list)
     _reader: threading.Thread | None = None
@@ -81,7 +84,7 @@ class Served:
         """Wait until `/readyz` says yes."""
         end = time.monotonic() + seconds
         self._ready.wait(seconds)
-        with httpx.Client(trust_env=False, timeout=5) as client:
+        with httpx.Client(trust_env=False, timeout=5, verify=self.verify) as client:
             while time.monotonic() < end:
                 if self.process is None or self.process.poll() is not None:
                     break
