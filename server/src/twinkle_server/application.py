@@ -16,6 +16,8 @@ from twinkle_server.app_state import AppState, Records
 from twinkle_server.chat import anthropic, embeddings, openai
 from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.checkpoints.merge_jobs import MergeJobs
+from twinkle_server.checkpoints.merge_routes import merge_routes
 from twinkle_server.dashboard.pages import PREFIX as PREFIX_OF_PAGES
 from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.data import routes as data_routes
@@ -79,6 +81,8 @@ def assemble(
     service.on_close.append(renderer.close)
     application = create_application(Limited(service, meter), store, settings, links, renderer=renderer)
     add_routes(application.router, download_routes(links))
+    merges = MergeJobs(settings.data, Path(settings.model), store.database, store.checkpoints)
+    add_routes(application.router, merge_routes(merges))
     add_routes(application.router, tokenizer_routes(Path(settings.model), lambda: bool(service.info.tokenizer)))
 
     async def status() -> dict[str, Any]:

@@ -5,6 +5,7 @@ Files are streamed one by one, or all together as an uncompressed tar, in consta
 
 import asyncio
 import os
+import re
 import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from itsdangerous import BadData, URLSafeSerializer
 
@@ -62,7 +63,7 @@ def archive(folder: Path, manifest: Manifest) -> Iterator[bytes]:
     for name, entry in manifest.files.items():
         with _open(folder, name, entry.size) as file:
             yield _head(name, entry.size)
-            yield from _pieces(file)
+            yield from pieces(file)
             if rest := _padded(entry.size) - entry.size:
                 yield bytes(rest)
     yield bytes(2 * _BLOCK)
@@ -74,20 +75,12 @@ async def stream(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-def pieces_of(folder: Path, name: str) -> Iterator[bytes]:
-    """Yield the content of a listed file; it is opened with the first piece and closed after the last.
-
-    Raises:
-        LookupError: it no longer exists.
-    """
-    file, _ = open_listed(folder, name)
-    yield from pieces(file)
-
-
-def pieces(file: BufferedReader) -> Iterator[bytes]:
-    """Yield the content of an open file from its position, and close it."""
+def pieces(file: BufferedReader, left: int | None = None) -> Iterator[bytes]:
+    """Yield the content of an open file from its position, at most `left` bytes, and close it."""
     with file:
-        yield from _pieces(file)
+        while piece := file.read(_PIECE if left is None else min(_PIECE, left)):
+            yield piece
+            left = None if left is None else left - len(piece)
 
 
 def _open(folder: Path, name: str, size: int) -> BufferedReader:
@@ -100,11 +93,6 @@ def _open(folder: Path, name: str, size: int) -> BufferedReader:
         file.close()
         raise LookupError(f"the size of {name} differs from the published size")
     return file
-
-
-def _pieces(file: BufferedReader) -> Iterator[bytes]:
-    while piece := file.read(_PIECE):
-        yield piece
 
 
 def _head(name: str, size: int) -> bytes:
@@ -204,26 +192,60 @@ def download_routes(links: Links) -> APIRouter:
     router = APIRouter()
 
     @router.get("/download/{token}/{file}", include_in_schema=True)
-    async def download(token: str, file: str) -> Response:
-        """Stream a file of a checkpoint, or all of them as a tar."""
+    async def download(request: Request, token: str, file: str) -> Response:
+        """Stream a file of a checkpoint, or all of them as a tar; `Range` resumes the download of a file."""
         grant = links.read(token)
+        part = request.headers.get("range"), request.headers.get("if-range")
         try:
-            return await asyncio.to_thread(_response, links.data / grant.folder, grant, file)
+            return await asyncio.to_thread(_response, links.data / grant.folder, grant, file, *part)
         except (LookupError, Damaged) as error:
             raise NotFound("the checkpoint does not contain this file or no longer exists") from error
 
     return router
 
 
-def _response(folder: Path, grant: Grant, name: str) -> Response:
-    if not grant.whole:
-        file, size = open_listed(folder, name)
+def _response(folder: Path, grant: Grant, name: str, wanted: str | None, condition: str | None) -> Response:
+    if grant.whole:
+        if name != _ARCHIVE:
+            raise LookupError(name)
+        manifest = read_manifest(folder)
+        return streamed(stream(archive(folder, manifest)), archive_size(manifest), "application/x-tar")
+    file, size = open_listed(folder, name)
+    tag = f'"{read_manifest(folder).files[name].sha256}"'
+    headers = {"Accept-Ranges": "bytes", "ETag": tag}
+    try:
+        part = byte_range(wanted, size) if condition in (None, tag) else None
+    except IndexError:
         file.close()
-        return streamed(stream(pieces_of(folder, name)), size, "application/octet-stream")
-    if name != _ARCHIVE:
-        raise LookupError(name)
-    manifest = read_manifest(folder)
-    return streamed(stream(archive(folder, manifest)), archive_size(manifest), "application/x-tar")
+        return Response(None, 416, {**headers, "Content-Range": f"bytes */{size}"})
+    first, last = part or (0, size - 1)
+    file.seek(first)
+    response = streamed(stream(pieces(file, last + 1 - first)), last + 1 - first, "application/octet-stream")
+    response.headers.update(headers)
+    if part is not None:
+        response.status_code = 206
+        response.headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+    return response
+
+
+def byte_range(text: str | None, size: int) -> tuple[int, int] | None:
+    """Return the first and last byte of a `Range` header; None sends the whole file.
+
+    Only a single range is supported; others are ignored, as the standard allows.
+
+    Raises:
+        IndexError: the range is outside the file.
+    """
+    match = re.fullmatch(r"bytes=(\d{0,19})-(\d{0,19})", text or "")
+    if match is None or not (match[1] or match[2]):
+        return None
+    if not match[1]:
+        first, last = max(0, size - int(match[2])), size - 1
+    else:
+        first, last = int(match[1]), min(int(match[2] or size - 1), size - 1)
+    if first >= size or (match[2] == "0" and not match[1]):
+        raise IndexError(text)
+    return (first, last) if first <= last else None
 
 
 def streamed(pieces: Any, size: int, media_type: str) -> Response:

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from twinkle.errors import ConfigError
+from twinkle_server.cli.merge import merge
 from twinkle_server.cli.serve import effective, parameter_of, settings_options
 from twinkle_server.errors import ServiceError, StoreError
 
@@ -38,6 +39,10 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @click.group("server", context_settings=_NAMES)
 def main() -> None:
     """Manage a training service: keys, status, settings, backups, and the content of its folder."""
+
+
+merge.context_settings = _NAMES
+main.add_command(merge)
 
 
 @main.group(context_settings=_NAMES)

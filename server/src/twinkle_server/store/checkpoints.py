@@ -80,6 +80,23 @@ class Checkpoints:
         """
         return await self._database.read(lambda connection: get(connection, tenant, path, now))
 
+    async def any_tenant(self, path: CheckpointPath) -> Checkpoint:
+        """Across tenants: return a checkpoint by its path, for the operator.
+
+        Raises:
+            NotFound: it does not exist.
+        """
+
+        def work(connection: Connection) -> Checkpoint:
+            row = connection.execute(
+                select(checkpoints).where(_at(path), checkpoints.c.deleted.is_(None))
+            ).one_or_none()
+            if row is None:
+                raise NotFound(f"checkpoint {path} does not exist")
+            return rows.record(Checkpoint, row)
+
+        return await self._database.read(work)
+
     async def find(self, tenant: str, path: CheckpointPath, now: float) -> Checkpoint:
         """Return a checkpoint that a tenant may load: its own, or a published one.
 

@@ -190,6 +190,7 @@ EVENTS: Mapping[tuple[str, str], str] = {
     ("POST", "save_weights_for_sampler"): "checkpoint.save",
     ("POST", "save_weights_external"): "checkpoint.save",
     ("POST", "copy_weights"): "checkpoint.copy",
+    ("POST", "merge"): "checkpoint.merge",
     ("POST", "publish"): "checkpoint.publish",
     ("DELETE", "publish"): "checkpoint.unpublish",
     ("PUT", "ttl"): "checkpoint.ttl",
