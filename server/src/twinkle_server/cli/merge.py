@@ -1,10 +1,12 @@
 """`twinkle server merge`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from twinkle.errors import ConfigError
+from twinkle.errors import ConfigError, OutputError
 from twinkle_server.cli.serve import ENVIRONMENT
 
 
@@ -27,7 +29,6 @@ def merge(checkpoint: str, data: Path, model: str, to: Path, as_json: bool) -> N
     """
     from twinkle.hub import local_model
     from twinkle_server.checkpoints.merging import CannotMerge, publish_merged
-    from twinkle_server.cli.backup import disk_errors
     from twinkle_server.cli.server import echo, user_errors, with_store
     from twinkle_server.ids import CheckpointPath
 
@@ -43,3 +44,12 @@ def merge(checkpoint: str, data: Path, model: str, to: Path, as_json: bool) -> N
     except CannotMerge as error:
         raise ConfigError(f"cannot merge {path}: {error}") from error
     echo({"folder": str(to), "bytes": published.size}, as_json, [f"wrote {to} ({published.size:,} bytes)"])
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Convert errors of a disk to errors that the command line prints as a message."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -181,6 +181,21 @@ def status(data: Path, as_json: bool) -> None:
     echo(fields, as_json, list(_status_lines(fields)))
 
 
+@main.command(context_settings=_NAMES)
+@_data
+@_json
+@click.pass_context
+def ready(context: click.Context, /, data: Path, as_json: bool) -> None:
+    """Report whether the running server is ready for requests; exit code 1 if it is not. For health checks."""
+    from twinkle_server.telemetry.status import ask_ready
+
+    good, fields = ask_ready(data.absolute())
+    reasons = ", ".join(f"{name} {fields[name]}" for name in ("engine", "last_pass", "store") if name in fields)
+    text = "ready" if good else f"not ready: {reasons or 'no server responds'}"
+    echo({"ready": good, **fields}, as_json, [text])
+    context.exit(0 if good else 1)
+
+
 async def _figures(store: "Store") -> dict[str, Any]:
     """Return the figures of the database, the trash, and orphans."""
     from twinkle_server.checkpoints.upkeep import trash_figures

@@ -85,23 +85,34 @@ _LARGEST = 2**20
 def ask(data: Path) -> dict[str, Any] | None:
     """Request the status of the running server; None if no server runs or it does not respond."""
     presence = find(data)
-    if presence is None:
+    answer = None if presence is None else _get(presence, "/twinkle/status")
+    if presence is None or answer is None or answer[0] != 200:
         return None
+    return {"pid": presence.pid, "url": presence.url, "model": presence.name, "started": presence.started, **answer[1]}
+
+
+def ask_ready(data: Path) -> tuple[bool, dict[str, Any]]:
+    """Return whether the server on a data folder is ready, and its answer; it is empty without an answer."""
+    presence = find(data)
+    answer = None if presence is None else _get(presence, "/readyz")
+    return (False, {}) if answer is None else (answer[0] == 200, answer[1])
+
+
+def _get(presence: Presence, path: str) -> tuple[int, dict[str, Any]] | None:
+    """Return the status and the JSON of a response; None if the server does not respond."""
     connection = _connection(presence)
     try:
         connection.connect()
         if not _is_server(connection, presence):
             return None
-        connection.request("GET", "/twinkle/status", headers={FOLDER_TOKEN: presence.token})
+        connection.request("GET", path, headers={FOLDER_TOKEN: presence.token})
         response = connection.getresponse()
         fields = orjson.loads(response.read(_LARGEST))
     except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
         connection.close()
-    if response.status != 200 or not isinstance(fields, dict):
-        return None
-    return {"pid": presence.pid, "url": presence.url, "model": presence.name, "started": presence.started, **fields}
+    return (response.status, fields) if isinstance(fields, dict) else None
 
 
 def _connection(presence: Presence) -> http.client.HTTPConnection:
