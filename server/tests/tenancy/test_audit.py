@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from twinkle_server.application import create_application
+from twinkle_server.checkpoints.merge_routes import merge_routes
 from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.errors import Unavailable
 from twinkle_server.settings import Settings
@@ -96,4 +97,6 @@ def test_every_event_is_one_of_a_route_that_is_there(tmp_path: Path) -> None:
     with closing(open_store(tmp_path)) as store:
         for route in Dashboard(None, store, settings, None, None).router().routes:  # type: ignore[arg-type]
             there |= {(method, route.path.rpartition("/")[2]) for method in route.methods}  # type: ignore[attr-defined]
+    for route in merge_routes(None).routes:  # type: ignore[arg-type]
+        there |= {(method, route.path.rpartition("/")[2]) for method in route.methods}  # type: ignore[attr-defined]
     assert set(EVENTS) <= there
