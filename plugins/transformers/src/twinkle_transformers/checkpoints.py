@@ -92,11 +92,7 @@ class ModelCheckpoints:
                     with quiet_transformers():
                         given = {} if tensors is None else {"state_dict": tensors}
                         loaded.module.save_pretrained(folder, **given)
-                tokenizer = loaded.tokenizer_path
-                for source in () if tokenizer is None else [tokenizer / name for name in _TOKENIZER_FILES]:
-                    name = source.name
-                    if source.is_file() and not (folder / name).exists():
-                        (folder / name).write_bytes(source.read_bytes())
+                copy_tokenizer(loaded.tokenizer_path, folder)
                 snapshot.write(folder)
                 write_digests(folder)
 
@@ -190,11 +186,26 @@ class ModelCheckpoints:
         if group.adapter_name:
             self._adapters.load_weights(group, folder)
         else:
-            _load_full_model(self._loaded.module.state_dict(), folder)
+            load_full_model(self._loaded.module.state_dict(), folder)
 
 
-def _load_full_model(own: Mapping[str, Any], folder: Path) -> None:
-    """Copy the weights in a folder into those of a module."""
+def copy_tokenizer(source: Path | None, folder: Path) -> None:
+    """Copy the files of a tokenizer into a checkpoint, except those that it has."""
+    for path in () if source is None else [source / name for name in _TOKENIZER_FILES]:
+        if path.is_file() and not (folder / path.name).exists():
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def check_full_model(own: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Return the files of a full model's weights, whose names and shapes are those of a module.
+
+    Args:
+        own: `state_dict` of the module.
+        folder: of the files.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of another model.
+    """
     files = _weight_files(folder)
     shapes: dict[str, list[int]] = {}
     for path in files:
@@ -213,7 +224,12 @@ def _load_full_model(own: Mapping[str, Any], folder: Path) -> None:
                 f"the checkpoint in {folder} belongs to another model: {key} is {shapes.get(key, 'absent')} in the "
                 f"files and {shape} in this model"
             )
-    for path in files:
+    return files
+
+
+def load_full_model(own: Mapping[str, Any], folder: Path) -> None:
+    """Copy the weights in a folder into those of a module, after checking all of them; see `check_full_model`."""
+    for path in check_full_model(own, folder):
         for key, tensor in read_tensors(path).items():
             copy_into(own[key], tensor)
 

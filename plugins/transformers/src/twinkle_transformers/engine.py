@@ -25,6 +25,7 @@ from twinkle.engine import (
     OperationResult,
     Progress,
     SampledTokens,
+    SavedAdapter,
     Step,
     StepResult,
     Usage,
@@ -32,7 +33,8 @@ from twinkle.engine import (
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, EngineFault, TwinkleError, Unsupported
 from twinkle_transformers.adapters import WEIGHTS
 from twinkle_transformers.backbone import context_of
-from twinkle_transformers.group import PRECISION
+from twinkle_transformers.full_model import FullModel
+from twinkle_transformers.group import PRECISION, check_adapter
 from twinkle_transformers.lowrank.layout import AdapterVersion
 from twinkle_transformers.memory import is_out_of_memory
 from twinkle_transformers.optimizers import try_optimizer
@@ -95,7 +97,11 @@ class TransformersEngine(Engine):
         self._pool.tokens_per_pass = pass_tokens
         self._sampler = TorchSampler(model=self._model, **{"max_batch_size": _SEQUENCES[self._kind], **(sampler or {})})
         self._specs: dict[AdapterRef, AdapterSpec] = {}
+        self._options = {"mixed_precision": precision, **(model or {})}
+        self._full: FullModel | None = None
+        self._places: list[int] | None = None  # of the pool's operations in the present call
         self._requests: list[_Request] = []
+        self._ended: Callable[[int, OperationResult | OperationError], None] = lambda index, result: None
         self._info = self._describe()
 
     def _describe(self) -> EngineInfo:
@@ -103,8 +109,8 @@ class TransformersEngine(Engine):
         folder = Path(str(self._model.model_path))
         has_tokenizer = any(any(folder.glob(name)) for name in _VOCABULARIES)
         features: set[Feature] = {
-            "composition", "early_results", "interrupt", "logit_bias", "min_p", "model", "page", "penalties",
-            "prompt_scores",
+            "composition", "early_results", "full_parameters", "interrupt", "logit_bias", "min_p", "model", "page",
+            "penalties", "prompt_scores",
         }  # fmt: skip
         if has_tokenizer:
             features |= {"stop_strings", "structured_outputs"}
@@ -129,9 +135,13 @@ class TransformersEngine(Engine):
     # Adapters
 
     def add(self, name: str, spec: AdapterSpec) -> AdapterRef:
-        """Create an adapter; see `Engine.add`."""
-        if isinstance(spec.rank, bool) or not isinstance(spec.rank, int) or spec.rank < 1:
-            raise ArgumentError(f"rank must be an integer of at least 1, got {spec.rank!r}")
+        """Create an adapter, or (rank 0) a full model; see `Engine.add`."""
+        if isinstance(spec.rank, bool) or not isinstance(spec.rank, int) or spec.rank < 0:
+            raise ArgumentError(f"rank must be an integer of at least 1, or 0 to train all weights, got {spec.rank!r}")
+        if self._full_of(name) is not None:
+            raise ArgumentError(f"adapter {name!r} already exists; choose another name")
+        if spec.rank == 0:
+            return self._add_full(name, spec)
         config = {"r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, **_targets_of(spec)}
         with _engine_errors():
             self._model.add_adapter_to_model(name, config, seed=spec.seed)
@@ -139,14 +149,43 @@ class TransformersEngine(Engine):
         self._specs[ref] = spec
         return ref
 
+    def _add_full(self, name: str, spec: AdapterSpec) -> AdapterRef:
+        """Begin to train all weights of a copy of the base model."""
+        check_adapter(name, dict.fromkeys(self._pool.tenants.names()))
+        if self._full is not None:
+            raise CapacityError(f"{self._full.name!r} trains all weights already; one full model fits at a time")
+        size = sum(parameter.numel() for parameter in self._model.model.parameters())
+        ref = self._pool.tenants.next_ref(name)
+        folder = str(self._model.model_path or self._model.model_id)
+        with _engine_errors():
+            self._full = FullModel(ref, spec, folder, self._options, self.pass_tokens, size)
+        self._specs[ref] = spec
+        return ref
+
+    def _full_of(self, adapter: str | AdapterRef | None) -> FullModel | None:
+        """Return the full model if a name or reference means it."""
+        if self._full is None or adapter is None:
+            return None
+        return self._full if adapter in (self._full.name, self._full.ref) else None
+
     def remove(self, adapter: AdapterRef) -> None:
         """Remove an adapter; see `Engine.remove`."""
+        if (full := self._full_of(adapter)) is not None:
+            full.clear()
+            self._full = None
+            del self._specs[adapter]
+            return
         with _engine_errors():
             self._model.remove_adapter(self._name(adapter))
         del self._specs[adapter]
 
     def set_optimizer(self, adapter: AdapterRef, name: str = "AdamW", **options: Any) -> None:
         """Give an adapter a fresh optimizer; see `Engine.set_optimizer`."""
+        if (full := self._full_of(adapter)) is not None:
+            with _engine_errors():
+                full.call("zero_grad", flush=True)
+                full.call("set_optimizer", name, **options)
+            return
         own = self._name(adapter)
         with _engine_errors():
             self._model.zero_grad(adapter_name=own)
@@ -154,14 +193,20 @@ class TransformersEngine(Engine):
 
     def usage(self, adapter: AdapterRef) -> Usage:
         """Return what the operations of an adapter have cost."""
+        if (full := self._full_of(adapter)) is not None:
+            return full.usage
         return self._pool.usage(adapter)
 
     def bytes_of(self, adapter: AdapterRef) -> AdapterBytes:
         """Return how much memory an adapter takes."""
+        if (full := self._full_of(adapter)) is not None:
+            return full.bytes_of()
         return self._pool.bytes_of(adapter)
 
     def page(self, adapter: AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None) -> None:
         """Move an adapter's state; see `Engine.page`."""
+        if self._full_of(adapter) is not None:
+            raise Unsupported("page: a full model stays on the device; remove it, or snapshot it first")
         with _engine_errors():
             self._pool.page(adapter, to, folder)
 
@@ -174,6 +219,25 @@ class TransformersEngine(Engine):
 
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations together; see `Engine.run`."""
+        own = [self._full_of(operation.adapter or operation.metrics_of) for operation in operations]
+        if not any(own):
+            return self._run(operations)
+        results: dict[int, OperationResult | OperationError] = {}
+        for index, (full, operation) in enumerate(zip(own, operations, strict=True)):
+            if full is not None:
+                results[index] = full.run(operation, index)
+                self._ended(index, results[index])
+        self._places = [index for index, full in enumerate(own) if full is None]
+        try:
+            for place, result in zip(self._places, self._run([operations[i] for i in self._places]), strict=True):
+                results[place] = replace(result, index=place) if isinstance(result, OperationError) else result
+        finally:
+            self._places = None
+        return [results[index] for index in range(len(operations))]
+
+    def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
+        if not operations:
+            return []
         before = self._backward_calls()
         try:
             results = self._pool.run(operations)
@@ -197,6 +261,19 @@ class TransformersEngine(Engine):
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         """Update adapters together; see `Engine.step`."""
+        own = [self._full_of(step.adapter) for step in steps]
+        results: dict[int, StepResult | OperationError] = {}
+        for index, (full, step) in enumerate(zip(own, steps, strict=True)):
+            if full is not None:
+                results[index] = full.step(step, index)
+        rest = [index for index, full in enumerate(own) if full is None]
+        for place, result in zip(rest, self._step([steps[index] for index in rest]), strict=True):
+            results[place] = replace(result, index=place) if isinstance(result, OperationError) else result
+        return [results[index] for index in range(len(steps))]
+
+    def _step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
+        if not steps:
+            return []
         try:
             results = self._pool.step(steps)
         except Exception as error:  # some adapters may have been updated
@@ -215,16 +292,22 @@ class TransformersEngine(Engine):
             with _stops():
                 ended(index, result)
 
-        self._pool.ended = checked
+        def of_pool(index: int, result: OperationResult | OperationError) -> None:
+            place = index if self._places is None else self._places[index]
+            checked(place, replace(result, index=place) if isinstance(result, OperationError) else result)
+
+        self._ended, self._pool.ended = checked, of_pool
 
     # Adapters as a model
 
     def as_model(self) -> Any:
         """Return the model, whose methods raise the errors of the contract; see `Engine.as_model`."""
-        return _CheckedModel(self._model)
+        return _CheckedModel(self._model, self._full_of)
 
     def progress(self, adapter: AdapterRef) -> Progress:
         """Return how far the training of an adapter is."""
+        if (full := self._full_of(adapter)) is not None:
+            return full.progress()
         group = self._pool.tenants.find(adapter).group
         rates = () if group.optimizer is None else tuple(group.learning_rates())
         return Progress(group.cur_step, group.updates, group.pending, group.gradient_accumulation_steps, rates)
@@ -240,8 +323,11 @@ class TransformersEngine(Engine):
 
     # State
 
-    def snapshot(self, adapter: AdapterRef, *, gradient: bool = True) -> snapshots.AdapterSnapshot:
+    def snapshot(self, adapter: AdapterRef, *, gradient: bool = True) -> SavedAdapter:
         """Copy the complete state of an adapter; see `Engine.snapshot`."""
+        if (full := self._full_of(adapter)) is not None:
+            with _engine_errors():
+                return full.snapshot(gradient=gradient)
         with _engine_errors():
             taken = self._pool.snapshot(adapter, gradient=gradient)
         return snapshots.AdapterSnapshot(self._specs[adapter], taken["tensors"], taken["state"])
@@ -252,6 +338,10 @@ class TransformersEngine(Engine):
 
     def restore(self, adapter: AdapterRef, folder: Path) -> None:
         """Replace the state of an adapter by a written snapshot; see `Engine.restore`."""
+        if (full := self._full_of(adapter)) is not None:
+            with _engine_errors():
+                full.restore(folder)
+            return
         with _engine_errors():
             written, own = snapshots.WrittenSnapshot.read(folder), self._specs[adapter]
             for name, saved_value in asdict(written.spec).items():
@@ -272,8 +362,11 @@ class TransformersEngine(Engine):
                     group.optimizer = None
                 raise
 
-    def export(self, adapter: AdapterRef, base: str) -> "PeftAdapter":
-        """Copy the weights of an adapter in PEFT's format; see `Engine.export`."""
+    def export(self, adapter: AdapterRef, base: str) -> SavedAdapter:
+        """Copy the weights of an adapter in PEFT's format, or a full model; see `Engine.export`."""
+        if (full := self._full_of(adapter)) is not None:
+            with _engine_errors():
+                return full.export()
         name = self._name(adapter)
         with _engine_errors():
             config = copy.deepcopy(self._model.optimizer_group[name].adapter_config)
@@ -282,6 +375,10 @@ class TransformersEngine(Engine):
 
     def load(self, adapter: AdapterRef, folder: Path) -> None:
         """Replace the weights of an adapter by files in PEFT's format; see `Engine.load`."""
+        if (full := self._full_of(adapter)) is not None:
+            with _engine_errors():
+                full.load(folder)
+            return
         name = self._name(adapter)
         try:
             with _engine_errors():
@@ -293,6 +390,8 @@ class TransformersEngine(Engine):
 
     def version(self, adapter: AdapterRef) -> AdapterVersion:
         """Return the present weights of an adapter; the same object until they change."""
+        if self._full_of(adapter) is not None:
+            raise Unsupported("a full model cannot be sampled beside adapters; save it, and load it where you sample")
         with _engine_errors():
             return self._pool.version(adapter)
 
@@ -358,17 +457,22 @@ class _CheckedModel:
 
     Args:
         model: the model.
+        full_of: returns the full model that a name means.
     """
 
-    def __init__(self, model: MultiLoraTransformersModel) -> None:
-        self._model = model
+    def __init__(self, model: MultiLoraTransformersModel, full_of: Callable[[str | None], FullModel | None]) -> None:
+        self._model, self._full_of = model, full_of
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._model, name)
 
         @functools.wraps(method)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("adapter_name")
+            names = given if isinstance(given, list) else [given]
             with _engine_errors():
+                if len(names) == 1 and (full := self._full_of(names[0])) is not None:
+                    return full.call(name, *args, **kwargs)
                 return method(*args, **kwargs)
 
         return checked
@@ -380,6 +484,9 @@ class _CheckedModel:
             ArgumentError: it cannot make a step; in a step of many adapters, its error would end the process.
         """
         with _engine_errors():
+            if (full := self._full_of(adapter_name)) is not None:
+                full.call("set_optimizer", optimizer_cls, **kwargs)
+                return
             try_optimizer(optimizer_cls, self._model.device, kwargs)
             self._model.set_optimizer(optimizer_cls, adapter_name=adapter_name, **kwargs)
 

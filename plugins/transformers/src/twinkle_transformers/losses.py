@@ -1,5 +1,6 @@
 """The loss of a pass: its call and its result, its backward, and the numbers that metrics see."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +19,9 @@ from twinkle_transformers.group import OptimizerGroup, Pass, Status
 
 _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "return_logits", "task")
 """Arguments of `forward_backward` beside those of the loss."""
+
+REWARDS = "rewards"
+"""An argument of `forward_backward` with a number for each row, which a service records with it."""
 
 _TAKES_A_BATCH: WeakSet[type[Loss]] = WeakSet()
 """Losses that take only inputs and outputs; cached, because inspecting a signature costs as much as a small loss."""
@@ -54,6 +58,37 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any], *, partial: 
         raise
     if isinstance(loss, Loss) and not loss_kwargs and not partial:
         _TAKES_A_BATCH.add(type(loss))
+
+
+def given_to(losses: Sequence[Any], arguments: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+    """Return the arguments of a call for its losses: `rewards` that none takes are for the records of a service.
+
+    Args:
+        losses: of the call.
+        arguments: of the call.
+        rows: number of its rows.
+
+    Raises:
+        ArgumentError: `rewards` is not one finite number for each row.
+    """
+    if REWARDS not in arguments or any(takes(loss, REWARDS) for loss in losses):
+        return arguments
+    try:
+        rewards = [float(value) for value in arguments[REWARDS]]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{REWARDS} must be a list of numbers, one for each row: {error}") from error
+    if len(rewards) != rows or not all(map(math.isfinite, rewards)):
+        raise ArgumentError(f"{REWARDS} must be one finite number for each of {rows} rows, got {len(rewards)}")
+    return {name: value for name, value in arguments.items() if name != REWARDS}
+
+
+def takes(loss: Any, name: str) -> bool:
+    """Return whether a loss has an argument."""
+    try:
+        check_keywords(loss, {name: None}, args=(None, None), what="", partial=True)
+    except ArgumentError:
+        return False
+    return True
 
 
 def check_rows_for(loss: Any, sizes: Sequence[tuple[int, int]]) -> None:

@@ -319,6 +319,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             router_replay_action: as in `forward`.
             router_replay_manual_cleanup: as in `forward`.
             **loss_kwargs: arguments of the loss; `advantages`, `old_logps` and the like are cut with the rows.
+                `rewards`, a number for each row, is for a loss that takes it; otherwise it is only checked here, and a
+                service records it.
 
         Returns:
             `loss` (a number, divided by this call's denominator), `num_tokens`, `logps` `[B, T]`; without graph.

@@ -287,8 +287,10 @@ class Passes:
         group, parallel = self._adapters.trained(name), self._loaded.parallel
         group.begin_backward()
         loss = group.loss()
+        rows = self._rows(group, inputs)
+        loss_kwargs = dict(losses.given_to([loss], loss_kwargs, len(rows)))
         check_loss_arguments(loss, loss_kwargs)
-        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
+        parts = split_rows(rows, micro_batch_size, rows_together(loss))
         self._training.prepare(name, training=True)
         # All batches are built first: an invalid row must not leave the gradients of earlier micro-batches behind.
         parts, batches = self._plan(group, group.train_status, parts, return_logits, task, action=action)

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from twinkle.data_format import ModelOutput
 from twinkle.engine import Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, DataError, OperationsFailed, TrainingStateError
-from twinkle_registry import check_keywords
 from twinkle_transformers.batches import as_rows, row_count, row_inputs
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.losses import check_loss_arguments, loss_name
+from twinkle_transformers.losses import check_loss_arguments, given_to, loss_name, takes
 from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
 from twinkle_transformers.pool.passes import ForwardPass
 from twinkle_transformers.pool.pool import LoraPool
@@ -192,6 +191,7 @@ class PoolCalls:
         for trained, tenant in tenants.items() if training else ():
             self._training.prepare(trained, training=True)
             losses[trained] = tenant.group.loss()
+        loss_kwargs = given_to(list(losses.values()), loss_kwargs, len(names))
         shares = split_arguments(loss_kwargs, losses, rows) if loss_kwargs else {}
         operations: list[Operation | OperationError] = []
         for name, indices in rows.items():
@@ -297,14 +297,14 @@ def split_arguments(
             row_count(key, value, total)
             for name, indices in rows.items():
                 part = _rows_of(value, indices, f"{key} of adapter {name!r}")
-                if part is not None and name in losses and not _takes(losses[name], key):
+                if part is not None and name in losses and not takes(losses[name], key):
                     whose = f"{loss_name(losses[name])} of adapter {name!r}"
                     raise ArgumentError(f"{key}: {whose} takes none; give None for its rows {indices}")
                 if part is not None:
                     shares[name][key] = part
             continue
         for name, loss in losses.items():
-            if _takes(loss, key):
+            if takes(loss, key):
                 shares[name][key] = value
                 takers += 1
         if not takers:
@@ -313,14 +313,6 @@ def split_arguments(
             names = sorted({loss_name(loss) for loss in losses.values()})
             raise ArgumentError(f"none of the losses {', '.join(names)} takes an argument {key!r}")
     return shares
-
-
-def _takes(loss: Any, key: str) -> bool:
-    try:
-        check_keywords(loss, {key: None}, args=(None, None), what="", partial=True)
-    except ArgumentError:
-        return False
-    return True
 
 
 def _rows_of(value: Any, rows: list[int], what: str) -> Any:

@@ -6,7 +6,7 @@ matrix has its own name, so that a snapshot can be restored by a pool that arran
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinkle.engine import AdapterSpec
 from twinkle.errors import CheckpointError, TwinkleError
@@ -68,29 +68,48 @@ def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: JSON cannot represent the state of the optimizer or scheduler.
     """
-    group = tenant.group
     tensors = {WEIGHTS: tenant.flat.detach()}
     if gradient and tenant.flat.grad is not None:
         tensors[GRADIENT] = tenant.flat.grad
-    state: dict[str, Any] = {
-        "version": VERSION,
+    trained, state = take_training(tenant.group, tenant.parameters, gradient=gradient)
+    state |= {
         "adapter": tenant.name,
         "rank_multiple": tenant.plan.layout.rank_multiple,
         "layout": _layout(tenant),
         "dropout": tenant.plan.dropout,
+    }
+    return {"tensors": {name: host_copy(tensor) for name, tensor in tensors.items()} | trained, "state": state}
+
+
+def take_training(
+    group: OptimizerGroup, parameters: Callable[[], Mapping[str, nn.Parameter]], *, gradient: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies of the tensors beside weights and gradients, in host memory, and the JSON data of a training state.
+
+    Args:
+        group: the training state.
+        parameters: returns what its optimizer updates, by saved name; called if there is an optimizer.
+        gradient: as for `take_snapshot`.
+
+    Raises:
+        CheckpointError: JSON cannot represent the state of the optimizer or scheduler.
+    """
+    tensors: dict[str, Tensor] = {}
+    state: dict[str, Any] = {
+        "version": VERSION,
         "counters": {name: getattr(group, name) for name in _COUNTERS} | ({} if gradient else _NOTHING_PENDING),
         "optimizer": None,
         "scheduler": None,
     }
     if group.optimizer is not None:
-        packed, state["optimizer"] = pack_optimizer(group.optimizer, tenant.parameters())
+        packed, state["optimizer"] = pack_optimizer(group.optimizer, parameters())
         state["optimizer"]["values"] = encode_state(state["optimizer"]["values"], state["optimizer"]["class"])
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in packed.items()}
+        tensors |= {OPTIMIZER + name: host_copy(tensor) for name, tensor in packed.items()}
     if (scheduler := group.lr_scheduler) is not None:
         name = type(scheduler).__name__
         state["scheduler"] = {"class": name, "state": encode_state(scheduler.state_dict(), name)}
     passes, state["metrics"] = take_metrics(group, unseen=gradient)
-    return {"tensors": {name: host_copy(tensor) for name, tensor in tensors.items()} | passes, "state": state}
+    return tensors | passes, state
 
 
 def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
@@ -103,35 +122,58 @@ def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: it is damaged, or of another layout, dropout, optimizer or scheduler; nothing has changed.
     """
-    tensors, state = _read(snapshot)
+    tensors, state = _read(snapshot, ("rank_multiple", "layout", "dropout"))
     group = tenant.group
     _compare_shapes(tenant, state)
     _check_tensors(tenant, tensors)
+    put_counters = put_optimizer(group, tenant.parameters, tensors, state)
+    group.drop_passes()
+    if group.optimizer is None:
+        group.left_out = [tenant.flat]
+    with torch.no_grad():
+        tenant.flat.copy_(tensors[WEIGHTS])
+    tenant.flat.grad = None
+    if GRADIENT in tensors:
+        tenant.add_gradient(tensors[GRADIENT].to(tenant.flat.device))
+    put_counters()
+
+
+def put_optimizer(
+    group: OptimizerGroup, parameters: Callable[[], Mapping[str, nn.Parameter]], tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+) -> Callable[[], None]:  # fmt: skip
+    """Replace optimizer and scheduler by what `take_training` returned.
+
+    Returns:
+        a function that replaces counters and metrics, to be called after weights and gradients were replaced.
+
+    Raises:
+        CheckpointError: the state is damaged, or of another optimizer or scheduler; nothing has changed.
+    """
     counters = _counters(state)
     measured = _metrics(group, state)
     saved = state["optimizer"]
     if saved is not None:
         if group.optimizer is None:
             raise CheckpointError(
-                f"{_WHERE} holds the state of {saved['class']}, and adapter {tenant.name!r} has no optimizer; call "
-                f"set_optimizer({saved['class']!r}, ...) first"
+                f"{_WHERE} holds the state of {saved['class']}, and adapter {group.adapter_name!r} has no optimizer; "
+                f"call set_optimizer({saved['class']!r}, ...) first"
             )
         with _undone_on_error(group):
-            compare_optimizers(_WHERE, saved, group.optimizer, tenant.parameters())
+            names = parameters()
+            compare_optimizers(_WHERE, saved, group.optimizer, names)
             compare_schedulers(_WHERE, state["scheduler"], group.lr_scheduler)
-            _put_optimizer(tenant, saved, state["scheduler"], tensors)
-    group.drop_passes()
-    if saved is None:
-        group.optimizer, group.lr_scheduler, group.left_out = None, None, [tenant.flat]
-    with torch.no_grad():
-        tenant.flat.copy_(tensors[WEIGHTS])
-    tenant.flat.grad = None
-    if GRADIENT in tensors:
-        tenant.add_gradient(tensors[GRADIENT].to(tenant.flat.device))
-    for name, value in counters.items():
-        setattr(group, name, value)
-    if measured is not None:
-        put_metrics(group, measured, tensors)
+            _put_optimizer(group, names, saved, state["scheduler"], tensors)
+    else:
+        group.optimizer, group.lr_scheduler = None, None
+
+    def put_counters() -> None:
+        for name, value in counters.items():
+            setattr(group, name, value)
+        if measured is not None:
+            put_metrics(group, measured, tensors)
+
+    return put_counters
 
 
 def _metrics(group: OptimizerGroup, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -153,13 +195,14 @@ def _layout(tenant: Tenant) -> list[list[Any]]:
     return [[name, s.rank, s.fan_in, s.fan_out, s.scale, s.experts] for name, s in shapes]
 
 
-def _read(snapshot: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+def _read(snapshot: Mapping[str, Any], further: Sequence[str] = ()) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Return tensors and state of a snapshot, after checking that the state has its keys and the `further` ones."""
     tensors, state = (snapshot.get(key) if isinstance(snapshot, Mapping) else None for key in ("tensors", "state"))
     if not isinstance(tensors, Mapping) or not isinstance(state, Mapping):
         raise CheckpointError("a snapshot must be a dict of `tensors` and `state`, as returned by snapshot()")
     if state.get("version") != VERSION:
         raise CheckpointError(f"{_WHERE} has version {state.get('version')!r}; this is {VERSION}")
-    wanted = ("rank_multiple", "layout", "dropout", "counters", "optimizer", "scheduler")
+    wanted = (*further, "counters", "optimizer", "scheduler")
     if missing := [key for key in wanted if key not in state]:
         raise CheckpointError(f"{_WHERE} has no {missing[0]!r}; it is damaged")
     if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
@@ -218,9 +261,9 @@ def _counters(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_optimizer(
-    tenant: Tenant, saved: Mapping[str, Any], scheduler: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
-) -> None:
-    names = tenant.parameters()
+    group: OptimizerGroup, names: Mapping[str, nn.Parameter], saved: Mapping[str, Any],
+    scheduler: Mapping[str, Any] | None, tensors: Mapping[str, Tensor],
+) -> None:  # fmt: skip
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith(OPTIMIZER):
@@ -232,9 +275,9 @@ def _put_optimizer(
         # Moments get the strides of their parameter: products of matrices with other strides round differently.
         like = parameter.shape == tensor.shape
         own[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor) if like else tensor.clone()
-    unpack_optimizer(tenant.group.optimizer, {**saved, "values": decode_state(saved["values"])}, own, names)
+    unpack_optimizer(group.optimizer, {**saved, "values": decode_state(saved["values"])}, own, names)
     if scheduler is not None:
-        tenant.group.lr_scheduler.load_state_dict(decode_state(scheduler["state"]))
+        group.lr_scheduler.load_state_dict(decode_state(scheduler["state"]))
 
 
 @contextmanager
@@ -293,7 +336,7 @@ class AdapterSnapshot:
         save_file(named, folder / TENSORS)
         vectors = [name for name, tensor in self.tensors.items() if _is_vector(name, tensor, layout)]
         document = {
-            "format": FORMAT, "create": _spec_as_dict(self.spec), "vectors": vectors, "state": dict(self.state),
+            "format": FORMAT, "create": spec_as_dict(self.spec), "vectors": vectors, "state": dict(self.state),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(document, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -400,7 +443,8 @@ def _damaged(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"cannot read the snapshot in {folder}: its files are damaged or incomplete ({error})")
 
 
-def _spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
+def spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
+    """Return a specification as JSON data."""
     return {name: getattr(spec, name) for name in AdapterSpec.__dataclass_fields__}
 
 

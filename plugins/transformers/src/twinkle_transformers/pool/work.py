@@ -16,7 +16,7 @@ from twinkle_transformers import losses
 from twinkle_transformers.backbone import IGNORE, Backbone, Needs, check_batch, context_of, has_targets
 from twinkle_transformers.batches import PackedBatch, as_rows, batch_size, row_inputs, share_arguments, without_padding
 from twinkle_transformers.group import Pass, check_call, top_of_call
-from twinkle_transformers.losses import check_loss_arguments, loss_name
+from twinkle_transformers.losses import check_loss_arguments, given_to, loss_name
 from twinkle_transformers.pool.tenants import Tenant
 
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
@@ -178,6 +178,8 @@ def prepare(
         raise ArgumentError("the base model is frozen; a 'forward_backward' needs an adapter")
     loss = _loss_of(operation, tenant, training)
     if loss is not None:
+        given = given_to([loss], operation.loss_inputs, len(operation.rows))
+        operation = replace(operation, loss_inputs=given) if given is not operation.loss_inputs else operation
         check_loss_arguments(loss, operation.loss_inputs)
     elif operation.loss_inputs:
         raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
