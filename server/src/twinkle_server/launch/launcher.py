@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,17 +72,23 @@ class ServerLauncher:
     def launch(self) -> int:
         """Serve until SIGTERM or SIGINT, and return the exit code.
 
+        Losses, metrics, rewards and other components that the running script defines are offered to tenants by name.
+
         Raises:
             ConfigError: see `mapped`.
             ModelLoadError: the model does not exist, or cannot be loaded.
             OutputError: the address cannot be used.
         """
+        from twinkle_server.launch import script
         from twinkle_server.serve import serve
 
+        script.check_not_loading()
         mapped = self.mapped()
         for note in mapped.notes:
             get_logger().warning("%s", note)
-        return serve(mapped.settings)
+        with script.offered() as plugins:
+            settings = mapped.settings
+            return serve(replace(settings, in_process_losses=(*settings.in_process_losses, *plugins)))
 
 
 def launch_server(
@@ -90,6 +97,9 @@ def launch_server(
     ray_namespace: str | None = None,
 ) -> int:
     """Serve a published configuration until SIGTERM or SIGINT, and return the exit code.
+
+    Tenants can name the losses, metrics, rewards, templates, preprocessors, filters, processors, optimizers and
+    schedulers that the running script defines. For that, the processes of the service import it, up to this call.
 
     Args:
         config: the configuration, or its content as a mapping.
@@ -100,6 +110,9 @@ def launch_server(
         ArgumentError: there is no configuration, or there are two.
         ConfigError: it is invalid, or asks for something that the service does not have.
     """
+    from twinkle_server.launch.script import check_not_loading
+
+    check_not_loading()
     if config is not None and config_path is not None:
         raise ArgumentError("launch_server takes config or config_path, not both")
     if config is None:
