@@ -25,6 +25,7 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "pass_tokens": "pass_tokens",
         "max_pass_seconds": "max_pass_seconds",
         "snapshot_steps": "snapshot_steps",
+        "full_parameters": "full_parameters",
         "options": "extra",
     },
     "losses": {

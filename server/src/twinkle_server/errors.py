@@ -69,6 +69,12 @@ class SequenceConflict(ServiceError):
     status = 409
 
 
+class Locked(ServiceError):
+    """The service is reserved for another tenant, or cannot be reserved because others use it."""
+
+    status = 423
+
+
 class Busy(ServiceError):
     """A limit is exceeded temporarily; the same request may be repeated.
 

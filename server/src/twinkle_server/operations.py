@@ -245,7 +245,7 @@ class Create(_Payload):
     """A new adapter.
 
     Attributes:
-        rank: of all its matrices.
+        rank: of all its matrices; 0 trains all parameters of the base model (`native` only).
         seed: of the initial weights.
         train_attn: whether to adapt attention layers.
         train_mlp: whether to adapt MLP layers.

@@ -195,6 +195,13 @@ class Service(Protocol):
     def queue_state(self, queue_id: str) -> tuple[str, str | None]:
         """Return "active", "paused_capacity" or "paused_rate_limit", and why a future of this queue waits."""
 
+    async def reserve(self, tenant: str, model: str) -> None:
+        """Reserve the service for a full-parameter model, until it is unloaded or its session ends.
+
+        Raises:
+            Locked: another has it, or other tenants have models in use.
+        """
+
     async def finish_session(self, session: str) -> None:
         """Snapshot and free the models of a finished session, and fail what waits in its queues."""
 

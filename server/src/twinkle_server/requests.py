@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of
 from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
 from twinkle_server.operations import Accepted, Kind, Submission
-from twinkle_server.store.records import Model, Page
+from twinkle_server.store.records import Checkpoint, Model, Page
 
 LARGE = 64 * 2**10
 """Size in bytes from which JSON is parsed on a thread, so as not to block the event loop."""
@@ -171,11 +171,27 @@ async def owned_model(state: AppState, caller: Caller, model_id: str) -> Model:
     Raises:
         NotFound: the caller has no such model.
         Gone: the model no longer exists.
+        Locked: it trains all parameters, and others use the service.
     """
     model = await state.model(caller, model_id)
     if model.status == "gone":
         raise Gone(f"model {model_id!r} no longer exists: {model.reason or 'it was unloaded'}")
+    if model.full:
+        await state.service.reserve(caller.tenant, model.id)
     return model
+
+
+def check_sampled(record: Model | Checkpoint, name: str) -> None:
+    """Refuse to sample from all weights of a model: samplers share the base model, and add adapters to it.
+
+    Raises:
+        BadRequest: the model or checkpoint is not of an adapter.
+    """
+    if record.full:
+        raise BadRequest(
+            f"{name} holds all weights of a model, which this service trains but does not sample; download the "
+            "checkpoint, and serve its folder"
+        )
 
 
 async def submit_body(

@@ -164,6 +164,8 @@ class Settings:
             only with the same value.
         backend: the engine, a component of kind `engine` by name or reference; None is the only installed one.
         snapshot_steps: optimizer steps of a model after which it is snapshotted.
+        full_parameters: allow sessions that train all parameters of the model. Such a session has the service for
+            itself; see the guide for operators.
         losses: names of loss plugins that requests may use in addition to the published losses; None is every
             installed one that is tenant-safe.
         custom_losses: allow clients to register loss graphs.
@@ -204,6 +206,7 @@ class Settings:
     pass_tokens: Count | None = None
     backend: str | None = None
     snapshot_steps: Count = 20
+    full_parameters: bool = False
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
     strict_losses: bool = False

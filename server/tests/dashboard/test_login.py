@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
@@ -15,14 +16,14 @@ from twinkle_server.dashboard.login import Logins, Visitor
 from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Forbidden, Unauthorized
-from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Rollouts, Settings
 from twinkle_server.store import open_store
-from twinkle_server.store.records import Model
+from twinkle_server.store.records import Model, Session
+from twinkle_server.store.tables import rollouts
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.tenancy.auth import LOCAL, Caller
-from twinkle_server.tenancy.keys import lookup
+from twinkle_server.tenancy.keys import issue, lookup, revoke
 
 ANA = Caller("ana", "1")
 
@@ -119,15 +120,31 @@ def test_a_service_without_dashboard_has_no_pages(tmp_path: Path, dashboard: boo
 
 
 def test_rollouts_that_shall_not_be_kept_are_not_written(tmp_path: Path) -> None:
-    message = Message("rollouts", {"queue_id": "r", "tenant": "ana", "number": 1, "rows": [{"n": 2}]}, bytes(36))
+    def message(tenant: str, session: str) -> Message:
+        head = {"queue_id": f"{session}:train:0", "tenant": tenant, "number": 1, "rows": [{"n": 2}]}
+        return Message("rollouts", head, bytes(36))
 
-    async def kept(store: Any, rows: int) -> list[Any]:
-        buffer = RolloutBuffer(store.rollouts, Rollouts(rows=rows))
-        buffer.add(message)
-        await buffer.flush()
-        found: list[Any] = await store.rollouts.of_run("ana", "r", 9)
-        return found
+    async def kept(store: Any, rows: int, tenant: str = "ana", session: str = "s") -> int:
+        service = Service(Settings("m", tmp_path, rollouts=Rollouts(rows=rows)), store)
+        service.record_rollouts(message(tenant, session))
+        await service._rollouts.flush()
+        return len(await store.database.read(lambda connection: connection.execute(select(rollouts)).all()))
+
+    async def story(store: Any) -> None:
+        await store.sessions.create(Session("s", "ana", 1.0, 1.0))
+        await store.sessions.create(Session("quiet", "ana", 1.0, 1.0, metadata={"record_rollouts": "False"}))
+        for name, limit in (("bob", 0), ("cy", 1), ("ana", 9)):
+            await issue(store, name, quotas={"rollouts": limit})
+        await issue(store, "second", tenant="bob")
+        assert await kept(store, 0) == 0
+        assert await kept(store, 2, session="quiet") == 0
+        assert await kept(store, 2, "bob", "b") == 0
+        await revoke(store, "bob")
+        assert await kept(store, 2, "bob", "b") == 1  # the operator has left the tenant a key without a limit
+        await revoke(store, "second")
+        assert await kept(store, 2, "bob", "b") == 1
+        assert [await kept(store, 2, "cy", "c") for _ in range(2)] == [2, 2]
+        assert [await kept(store, 2) for _ in range(3)] == [3, 4, 4]
 
     with closing(open_store(tmp_path)) as store:
-        assert asyncio.run(kept(store, 0)) == []
-        assert [row.about for row in asyncio.run(kept(store, 2))] == [{"n": 2}]
+        asyncio.run(story(store))

@@ -178,9 +178,9 @@ def kept(run: str, number: int, size: int = 10, at: float = 1.0) -> Kept:
 
 def test_each_run_keeps_its_newest_rollouts(store: Store, run: Run) -> None:
     for number in range(5):
-        run(store.rollouts.add([kept("a", number), kept("b", number)], keep=3))
+        run(store.rollouts.add([kept("a", number), kept("b", number)], {"a": 3, "b": 3}))
     assert [row.number for row in run(store.rollouts.of_run("ada", "a", 9))] == [4, 3, 2]
-    run(store.rollouts.add([kept("a", number) for number in range(10, 20)], keep=3))
+    run(store.rollouts.add([kept("a", number) for number in range(10, 20)], {"a": 3, "b": 3}))
     rows = run(store.rollouts.of_run("ada", "a", 9))
     assert [row.number for row in rows] == [19, 18, 17]
     assert len(run(store.rollouts.of_run("ada", "b", 9))) == 3
@@ -189,6 +189,6 @@ def test_each_run_keeps_its_newest_rollouts(store: Store, run: Run) -> None:
 
 
 def test_rollouts_are_bounded_in_bytes_and_time(store: Store, run: Run) -> None:
-    run(store.rollouts.add([kept("a", number, size=100, at=float(number)) for number in range(10)], keep=99))
+    run(store.rollouts.add([kept("a", number, size=100, at=float(number)) for number in range(10)], {"a": 99}))
     assert run(store.rollouts.trim(350, before=2.0)) == 2 + 5
     assert [row.number for row in run(store.rollouts.of_run("ada", "a", 99))] == [9, 8, 7]

@@ -125,7 +125,7 @@ def ada(store: Store, run: Run) -> Store:
         run(store.journal.finish([Outcome(operation.id, b"{}", figures='{"loss":1.0,"tokens":2}')]))
         run(store.figures.fold() if number == 2 else asyncio.sleep(0))
     run(store.journal.submit(Submission("ada", model.id, "save", b"{}", 4, refusal="no")))
-    run(store.rollouts.add([Kept("ada", model.id, 1, 1.0, {}, b"")], keep=9))
+    run(store.rollouts.add([Kept("ada", model.id, 1, 1.0, {}, b"")], {model.id: 9}))
     return store
 
 

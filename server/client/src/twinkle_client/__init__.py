@@ -9,6 +9,7 @@ _WHERE = {
     "Connection": "twinkle_client.http",
     "MultiLoraTransformersModel": "twinkle_client.model",
     "TorchSampler": "twinkle_client.sampler",
+    "TransformersModel": "twinkle_client.full_model",
     "TwinkleClient": "twinkle_client.client",
     "TwinkleClientError": "twinkle_client.errors",
     "current_client": "twinkle_client.client",
@@ -20,6 +21,7 @@ __all__ = [
     "Connection",
     "MultiLoraTransformersModel",
     "TorchSampler",
+    "TransformersModel",
     "TwinkleClient",
     "TwinkleClientError",
     "current_client",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from twinkle_client.client import current_client as current_client
     from twinkle_client.client import init_twinkle_client as init_twinkle_client
     from twinkle_client.errors import TwinkleClientError as TwinkleClientError
+    from twinkle_client.full_model import TransformersModel as TransformersModel
     from twinkle_client.http import Connection as Connection
     from twinkle_client.model import MultiLoraTransformersModel as MultiLoraTransformersModel
     from twinkle_client.sampler import TorchSampler as TorchSampler

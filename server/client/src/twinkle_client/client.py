@@ -30,6 +30,7 @@ class TwinkleClient:
         route_prefix: prefix of the native routes.
         session_heartbeat_interval: seconds between heartbeats; without them the service ends the session.
         session_metadata: texts that are kept with the session.
+        record_rollouts: whether the service may keep sampled rows of this session, for its dashboard.
         retry_seconds: how long requests are repeated after lost connections and answers such as 429 and 503.
         connection: instead of the arguments of an address, a connection.
 
@@ -46,6 +47,7 @@ class TwinkleClient:
         session_heartbeat_interval: float = 10,
         session_metadata: Mapping[str, Any] | None = None,
         *,
+        record_rollouts: bool = True,
         retry_seconds: float = 300.0,
         connection: Connection | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class TwinkleClient:
         self._numbers: dict[str, int] = {}
         self._heartbeats: Heartbeats | None = None
         self.session_id = ""
+        self._record_rollouts = record_rollouts
         self.create_session(session_metadata)
 
     def __repr__(self) -> str:
@@ -87,8 +90,9 @@ class TwinkleClient:
 
     def create_session(self, metadata: Mapping[str, Any] | None = None) -> str:
         """Begin a new session, which replaces the client's present one, and return its id."""
+        own = {} if self._record_rollouts else {"record_rollouts": "false"}
         body = {
-            "metadata": {key: str(value) for key, value in (metadata or {}).items()},
+            "metadata": {**{key: str(value) for key, value in (metadata or {}).items()}, **own},
             "client_version": packages.version("twinkle-client"),
         }
         session: str = self.run(self.connection.request("POST", "/create_session", body))["session_id"]

@@ -8,6 +8,7 @@ TwinkleClientError (twinkle.errors.TwinkleError)
 ├── NotFound (LookupError)              404: it does not exist, or belongs to someone else
 ├── Gone (LookupError)                  410: it existed, and no longer does
 ├── Conflict (RuntimeError)             409: the number was used by another request
+├── Reserved (RuntimeError)             423: the service is reserved for someone else, or in use by others
 ├── Overloaded (RuntimeError)           429, 503: a limit was exceeded for longer than the client retries
 ├── ServiceError (RuntimeError)         500 and other answers that a service should not give
 └── OperationFailed (RuntimeError)      the service accepted the call, and it failed: see `category`
@@ -60,6 +61,10 @@ class Conflict(TwinkleClientError, RuntimeError):
     """Another request has used the number or the name."""
 
 
+class Reserved(TwinkleClientError, RuntimeError):
+    """A full-parameter training of someone else has the service, or others use it, so that it cannot be reserved."""
+
+
 class Overloaded(TwinkleClientError, RuntimeError):
     """A limit of the service was exceeded during all attempts."""
 
@@ -94,6 +99,7 @@ _BY_STATUS: dict[int, type[TwinkleClientError]] = {
     410: Gone,
     413: RequestRefused,
     422: RequestRefused,
+    423: Reserved,
     429: Overloaded,
     503: Overloaded,
 }

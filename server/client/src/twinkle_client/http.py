@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,6 +29,7 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 DEFAULT_KEY: Final = "EMPTY_TOKEN"
 _RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses after which the same request may succeed."""
+_EVENT: Final = "data: "
 _FAILURES: Final = 3
 """Attempts after an internal error of the service: some are transient, most are not."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds
@@ -130,6 +131,83 @@ class Connection:
         seconds = self._retry_seconds if retry_seconds is None else retry_seconds
         return (yield from _attempts(send, seconds))
 
+    # Streams
+
+    def events(self, path: str, body: Any, *, timeout: float = 60.0) -> Iterator[Any]:
+        """Make a request whose answer is a stream of events, and yield each as it arrives; closing ends the request.
+
+        The request is repeated until the stream begins, and never after that.
+
+        Raises:
+            TwinkleClientError: see `errors`; `ConnectionFailed` if the stream breaks.
+        """
+        import httpx
+
+        with contextlib.ExitStack() as stack:
+            opened: list[httpx.Response] = []
+
+            def perform(effect: Send | Sleep) -> Answer | None:
+                if isinstance(effect, Sleep):
+                    return self._perform(effect)
+                request = self._sync_client().stream(
+                    effect.method, effect.path, content=effect.content, headers=effect.headers, timeout=_timeout(effect)
+                )
+                try:
+                    response = stack.enter_context(request)
+                    if response.status_code >= 400:
+                        response.read()
+                        return _answer(response)
+                except httpx.TransportError as error:
+                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+                opened.append(response)
+                return Answer(response.status_code, {}, b"")
+
+            _drive(_attempts(self._stream_request(path, body, timeout), self._retry_seconds), perform)
+            try:
+                for line in opened[-1].iter_lines():
+                    if line.startswith(_EVENT):
+                        yield json.loads(line.removeprefix(_EVENT))
+            except httpx.TransportError as error:
+                raise ConnectionFailed(f"the stream broke ({type(error).__name__}: {error}); start it again") from error
+
+    async def events_async(self, path: str, body: Any, *, timeout: float = 60.0) -> AsyncIterator[Any]:
+        """As `events`, on the current event loop."""
+        import httpx
+
+        async with contextlib.AsyncExitStack() as stack:
+            call = _attempts(self._stream_request(path, body, timeout), self._retry_seconds)
+            opened: list[httpx.Response] = []
+
+            async def perform(effect: Send | Sleep) -> Answer | None:
+                if isinstance(effect, Sleep):
+                    return await self._perform_async(effect)
+                request = self._loop_client().stream(
+                    effect.method, effect.path, content=effect.content, headers=effect.headers, timeout=_timeout(effect)
+                )
+                try:
+                    response = await stack.enter_async_context(request)
+                    if response.status_code >= 400:
+                        await response.aread()
+                        return _answer(response)
+                except httpx.TransportError as error:
+                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+                opened.append(response)
+                return Answer(response.status_code, {}, b"")
+
+            await _drive_async(call, perform)
+            try:
+                async with contextlib.aclosing(opened[-1].aiter_lines()) as lines:
+                    async for line in lines:
+                        if line.startswith(_EVENT):
+                            yield json.loads(line.removeprefix(_EVENT))
+            except httpx.TransportError as error:
+                raise ConnectionFailed(f"the stream broke ({type(error).__name__}: {error}); start it again") from error
+
+    def _stream_request(self, path: str, body: Any, timeout: float) -> Send:
+        request_id = uuid.uuid4().hex
+        headers = {"x-request-id": request_id, "content-type": wire.CONTENT_TYPE}
+        return Send("POST", self.route_prefix + path, wire.pack(body), headers, timeout)
+
     # Running calls
 
     def run(self, call: Call[T]) -> T:
@@ -138,19 +216,7 @@ class Connection:
 
     async def run_async(self, call: Call[T]) -> T:
         """Run a call on the current event loop, and return its result."""
-        try:
-            effect = next(call)
-            while True:
-                try:
-                    answer = await self._perform_async(effect)
-                except ConnectionError as error:
-                    effect = call.throw(error)
-                else:
-                    effect = call.send(answer)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        finally:
-            call.close()
+        return await _drive_async(call, self._perform_async)
 
     def _perform(self, effect: Send | Sleep) -> Answer | None:
         if isinstance(effect, Sleep):
@@ -239,6 +305,22 @@ def _drive(call: Call[T], perform: Callable[[Send | Sleep], Answer | None]) -> T
         while True:
             try:
                 answer = perform(effect)
+            except ConnectionError as error:
+                effect = call.throw(error)
+            else:
+                effect = call.send(answer)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        call.close()
+
+
+async def _drive_async(call: Call[T], perform: Callable[[Send | Sleep], Awaitable[Answer | None]]) -> T:
+    try:
+        effect = next(call)
+        while True:
+            try:
+                answer = await perform(effect)
             except ConnectionError as error:
                 effect = call.throw(error)
             else:

@@ -99,33 +99,31 @@ class MultiLoraTransformersModel:
         with self._lock:
             if adapter_name in self._adapters:
                 raise ArgumentError(f"adapter {adapter_name!r} already exists; choose another name")
-        client = self.client
-        number = client.next_number("model")
-        body: dict[str, Any] = {
-            "session_id": client.session_id,
-            "model_seq_id": number,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "seed": seed,
-            "base_model": _bare(self.model_id),
-        }
+        body: dict[str, Any] = {"gradient_accumulation_steps": gradient_accumulation_steps, "seed": seed}
         if checkpoint is not None:
             body |= {"checkpoint": str(checkpoint), "load_optimizer": load_optimizer}
         body["config"] = plain_config(config) if config is not None else ({} if checkpoint is None else None)
         if user_metadata:
             body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
-        answer = yield from client.connection.exchange("POST", "/models", body)
-        created = yield from result_of_operation(client.connection, "add_adapter_to_model", answer)
-        model_id = created["model_id"]
-        queue = AdapterQueue(client.connection, f"/models/{model_id}")
+        yield from self._created(adapter_name, self.client.next_number("model"), body)
+
+    def _created(self, name: str, number: int, options: Mapping[str, Any]) -> Call[_Adapter]:
+        """Create a model on the service; the same call again, with the same number, gets the same model."""
+        connection = self.client.connection
+        addressed = {"session_id": self.client.session_id, "model_seq_id": number, "base_model": _bare(self.model_id)}
+        answer = yield from connection.exchange("POST", "/models", {**addressed, **options})
+        model_id = (yield from result_of_operation(connection, "add_adapter_to_model", answer))["model_id"]
         with self._lock:
-            self._adapters[adapter_name] = _Adapter(adapter_name, model_id, queue)
-            self.adapter_name = adapter_name
+            if name not in self._adapters:
+                self._adapters[name] = _Adapter(name, model_id, AdapterQueue(connection, f"/models/{model_id}"))
+            self.adapter_name = name
+            return self._adapters[name]
 
     add_adapter_to_model, add_adapter_to_model_async = twins(_add_adapter_to_model)
 
     def _remove_adapter(self, adapter_name: str | None = None) -> Call[None]:
         """Remove an adapter from the service; its checkpoints stay."""
-        adapter = self._adapter(adapter_name)
+        adapter = yield from self._found(adapter_name)
         yield from adapter.queue.call("unload", {})
         with self._lock:
             self._adapters.pop(adapter.name, None)
@@ -220,8 +218,8 @@ class MultiLoraTransformersModel:
             inputs: rows (`input_ids`, `labels`, ...) or conversations (`messages`, ...).
             adapter_name: the adapter.
             **kwargs: `temperature`, `return_logits`, `task`, `micro_batch_size` (a service chooses its own, and the
-                numbers do not depend on it); all others are arguments of the loss, such as `old_logps`, `advantages` or
-                `ref_outputs`.
+                numbers do not depend on it), and `rewards`, a number for each row that the service records for its
+                dashboard; all others are arguments of the loss, such as `old_logps`, `advantages` or `ref_outputs`.
         """
         return (yield from self._rows("forward_backward", adapter_name, inputs, kwargs, loss=True))
 
@@ -368,7 +366,7 @@ class MultiLoraTransformersModel:
 
         if output_dir is not None:
             raise ArgumentError("output_dir: a service decides where it saves; leave it out")
-        adapter = self._adapter(adapter_name)
+        adapter = yield from self._found(adapter_name)
         if name is None or interval != 1:
             step = (yield from adapter.queue.call("get_progress", {}))["cur_step"]
             if step % interval:
@@ -475,16 +473,22 @@ class MultiLoraTransformersModel:
             adapter_name: the adapter.
             **kwargs: `private`, `revision` and `path_in_repo`.
         """
-        run = self._adapter(adapter_name).model_id
+        run = (yield from self._found(adapter_name)).model_id
         yield from set_automatic(self.client.connection, run, hub_model_id, hub_token, **kwargs)
 
     upload_every_save, upload_every_save_async = twins(_upload_every_save)
 
     def _loaded(self, adapter_name: str | None, name: Any, optimizer: bool) -> Call[Any]:
         body = {"path": str(name), "load_optimizer": optimizer}
-        return (yield from self._adapter(adapter_name).queue.call("load", body))
+        adapter = yield from self._found(adapter_name)
+        return (yield from adapter.queue.call("load", body))
 
     # Parts
+
+    def _found(self, name: str | None) -> Call[_Adapter]:
+        """Return an adapter for a call."""
+        yield from ()
+        return self._adapter(name)
 
     def _adapter(self, name: str | None) -> _Adapter:
         with self._lock:
@@ -495,7 +499,8 @@ class MultiLoraTransformersModel:
             return self._adapters[name]
 
     def _call(self, adapter_name: str | None, method: str, body: Mapping[str, Any]) -> Call[Any]:
-        return result_of((yield from self._adapter(adapter_name).queue.call(method, body)))
+        adapter = yield from self._found(adapter_name)
+        return result_of((yield from adapter.queue.call(method, body)))
 
     def _rows(
         self, method: str, adapter_name: str | None, inputs: Any, kwargs: dict[str, Any], *, loss: bool = False

@@ -18,7 +18,7 @@ _PLACING: Final = ("remote_group", "instance_id", "device_mesh")
 """Arguments that place components on devices; a service does that itself."""
 _MODELS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("model", "MultiLoraTransformersModel"): ("twinkle_client.model", "MultiLoraTransformersModel"),
-    ("model", "TransformersModel"): ("twinkle_client.model", "MultiLoraTransformersModel"),
+    ("model", "TransformersModel"): ("twinkle_client.full_model", "TransformersModel"),
     ("sampler", "vLLMSampler"): ("twinkle_client.sampler", "vLLMSampler"),
     ("sampler", "TorchSampler"): ("twinkle_client.sampler", "TorchSampler"),
     ("dataset", "Dataset"): ("twinkle_client.dataset", "Dataset"),

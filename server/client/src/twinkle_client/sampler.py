@@ -1,13 +1,15 @@
 """Samplers on a service: the base model, or an adapter that was saved for sampling."""
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
+from twinkle_client.errors import ConnectionFailed, error_of
 from twinkle_client.http import value_of
 from twinkle_client.model import _bare
 from twinkle_client.queues import outcome_of
@@ -93,14 +95,8 @@ class vLLMSampler:
         from twinkle_client import types
 
         _check_adapter(adapter_name)
-        options = _options_of(sampling_params)
-        if num_samples is not None:
-            options["num_samples"] = num_samples
-        rows = sendable_rows([inputs] if isinstance(inputs, Mapping) else inputs)
-        sampler = yield from self._sampler(None if adapter_uri is None else str(adapter_uri))
-        body: dict[str, Any] = {"inputs": rows, "options": options, "seq_id": self._numbered(sampler, len(rows))}
-        if self._template is not None:
-            body["template"], body["template_options"] = self._template
+        sampler, body = yield from self._stream_body(inputs, sampling_params, adapter_uri, num_samples)
+        body["seq_id"] = self._numbered(sampler, len(body["inputs"]))
         while True:
             answer = yield from self.client.connection.exchange(
                 "POST", f"/samplers/{sampler}/sample", body, timeout=_TIMEOUT
@@ -109,6 +105,58 @@ class vLLMSampler:
                 return [types.SampleResponseModel(**one) for one in outcome_of(value_of(answer))]
 
     sample, sample_async = twins(_sample)
+
+    def sample_stream(
+        self, inputs: Any, sampling_params: Any = None, adapter_uri: Any = None, num_samples: int | None = None
+    ) -> Iterator["types.SampleDelta"]:
+        """Yield tokens while they are sampled; closing the iterator, or leaving its loop, cancels the rest.
+
+        The arguments are those of `sample`, and with a seed, so are the tokens. A stream is not repeated: if it breaks,
+        `ConnectionFailed` is raised.
+
+        Raises:
+            ArgumentError: an argument has no effect on a service.
+            RequestRefused: an input or a parameter is invalid.
+            OperationFailed: the service could not sample.
+        """
+        sampler, body = self.run(self._stream_body(inputs, sampling_params, adapter_uri, num_samples))
+        ended = False
+        with contextlib.closing(self.client.connection.events(f"/samplers/{sampler}/stream", body)) as events:  # type: ignore[type-var]
+            for event in events:
+                if (delta := _delta_of(event)) is None:
+                    ended = True
+                    break
+                yield delta
+        _check_end(ended)
+
+    async def sample_stream_async(
+        self, inputs: Any, sampling_params: Any = None, adapter_uri: Any = None, num_samples: int | None = None
+    ) -> AsyncIterator["types.SampleDelta"]:
+        """As `sample_stream`, as an asynchronous generator; `aclose()` cancels the rest."""
+        sampler, body = await self.run_async(self._stream_body(inputs, sampling_params, adapter_uri, num_samples))
+        ended = False
+        events: Any = self.client.connection.events_async(f"/samplers/{sampler}/stream", body)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if (delta := _delta_of(event)) is None:
+                    ended = True
+                    break
+                yield delta
+        _check_end(ended)
+
+    def _stream_body(
+        self, inputs: Any, sampling_params: Any, adapter_uri: Any, num_samples: int | None
+    ) -> Call[tuple[str, dict[str, Any]]]:
+        """Return the sampling session and the body of a request without its number."""
+        options = _options_of(sampling_params)
+        if num_samples is not None:
+            options["num_samples"] = num_samples
+        rows = sendable_rows([inputs] if isinstance(inputs, Mapping) else inputs)
+        sampler = yield from self._sampler(None if adapter_uri is None else str(adapter_uri))
+        body: dict[str, Any] = {"inputs": rows, "options": options}
+        if self._template is not None:
+            body["template"], body["template_options"] = self._template
+        return sampler, body
 
     def _sampler(self, uri: str | None) -> Call[str]:
         """Return the sampling session of a checkpoint, which is created at its first use."""
@@ -136,6 +184,24 @@ class vLLMSampler:
 
 class TorchSampler(vLLMSampler):
     """As `vLLMSampler`: the service decides which backend samples."""
+
+
+def _delta_of(event: Mapping[str, Any]) -> "types.SampleDelta | None":
+    """Return the delta of an event; None for the last one.
+
+    Raises:
+        TwinkleClientError: the service could not go on.
+    """
+    from twinkle_client import types
+
+    if "error" in event:
+        raise error_of(int(event["status"]), str(event["error"]))
+    return None if "end" in event else types.SampleDelta(**event)
+
+
+def _check_end(ended: bool) -> None:
+    if not ended:
+        raise ConnectionFailed("the stream ended before its sequences; start it again")
 
 
 def _check_adapter(name: str) -> None:

@@ -22,7 +22,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Served]:
     """A running service."""
     torch.set_num_threads(1)
-    served = pool(tmp_path_factory.mktemp("service") / "data", base, {"times": {"snapshot": 0.5}, "name": "tiny"})
+    served = pool(
+        tmp_path_factory.mktemp("service") / "data",
+        base,
+        {"times": {"snapshot": 0.5}, "name": "tiny", "full_parameters": True},
+    )
     served.start()
     try:
         yield served

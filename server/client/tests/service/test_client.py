@@ -1,8 +1,12 @@
 """The client on a running service: adapters, sampling, checkpoints, errors, lost answers."""
 
 import asyncio
+import contextlib
+import json
+import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +305,79 @@ def test_the_import_brings_no_heavy_package(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "[]\n"
+
+
+def test_rewards_are_recorded_with_sampled_rows_unless_the_session_declines(
+    model: MultiLoraTransformersModel, service: Served
+) -> None:
+    batch = rows(1, 6, 9)
+    old = [[-1.0] * sum(label != -100 for label in row["labels"]) for row in batch]
+
+    def train(model: MultiLoraTransformersModel, **more: Any) -> str:
+        model.set_loss("GRPOLoss")
+        model.forward_backward(batch, old_logps=old, advantages=[1.0, -1.0], **more)
+        model.clip_grad_and_step()
+        return model.training_run_id()
+
+    with TwinkleClient(service.url, record_rollouts=False) as quiet:
+        silent = MultiLoraTransformersModel(client=quiet)
+        silent.add_adapter_to_model("a", CONFIG, seed=1)
+        declined = train(silent, rewards=[1.0, 0.0])
+    with pytest.raises(OperationFailed, match="rewards must be one finite number for each of 2 rows"):
+        train(model, rewards=[1.0])
+    run = train(model, rewards=np.array([0.25, 0.5]))
+    found: dict[str, list[Any]] = {}
+    for _ in range(100):  # rows are written within a second
+        with contextlib.closing(sqlite3.connect(f"file:{service.data}/twinkle.db?mode=ro", uri=True)) as database:
+            for name, about in database.execute("SELECT run, about FROM rollouts"):
+                found.setdefault(name, []).append(json.loads(about)["reward"])
+            figures = [row[0] for row in database.execute("SELECT data FROM figures WHERE run = ?", (run,))]
+        if run in found:
+            break
+        time.sleep(0.1)
+    assert found[run][-2:] == [0.25, 0.5]
+    assert declined not in found
+    assert any("reward" in data for data in figures)
+
+
+def test_tokens_arrive_while_they_are_sampled(client: TwinkleClient, service: Served) -> None:
+    sampler = vLLMSampler(client=client)
+    params = {"max_tokens": 40, "seed": 11, "logprobs": 2, "stop": []}
+    prompts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    whole = sampler.sample(prompts, params, num_samples=2)
+    deltas = list(sampler.sample_stream(prompts, params, num_samples=2))
+    assert len(deltas) > 4 * 10, "every sequence came in many pieces"
+    for place, response in enumerate(whole):
+        for sample, sequence in enumerate(response.sequences):
+            own = [delta for delta in deltas if (delta.input, delta.sample) == (place, sample)]
+            assert [token for delta in own for token in delta.tokens] == sequence.tokens
+            assert "".join(delta.text for delta in own) == sequence.decoded
+            assert [delta.stop_reason for delta in own] == [None] * (len(own) - 1) + [sequence.stop_reason]
+            found = [pair for delta in own for pair in delta.logprobs or ()]
+            for one, other in zip(found, sequence.logprobs or (), strict=True):
+                assert [token for token, _ in one] == [token for token, _ in other]
+                np.testing.assert_allclose([value for _, value in one], [value for _, value in other], atol=1e-5)
+
+    stream = sampler.sample_stream(prompts[0], {"max_tokens": 500, "stop": []})
+    assert next(stream).tokens
+    stream.close()
+
+    async def first() -> list[int]:
+        stream = sampler.sample_stream_async(prompts[0], {"max_tokens": 500, "stop": []})
+        async with contextlib.aclosing(stream):  # type: ignore[type-var]
+            tokens: list[int] = (await anext(stream)).tokens
+        await client.connection.close_async()
+        return tokens
+
+    assert asyncio.run(first())
+    for _ in range(100):  # what nobody reads is cancelled
+        with httpx.Client(trust_env=False) as http:
+            running = http.get(f"{service.url}/twinkle/status", headers={"x-api-key": "tml-local"}).json()["streams"]
+        if not running:
+            break
+        time.sleep(0.05)
+    assert not running
+    with pytest.raises(RequestRefused, match="scores of the prompt"):
+        next(sampler.sample_stream(prompts[0], {"prompt_logprobs": 1}))
+    with pytest.raises(RequestRefused, match="tokens between 0 and"):
+        next(sampler.sample_stream({"input_ids": [10**6]}))

@@ -7,6 +7,7 @@ from twinkle_server.app_state import AppState, Caller, now
 from twinkle_server.chat.errors import ModelNotFound
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
+from twinkle_server.requests import check_sampled
 from twinkle_server.store.records import Checkpoint, Model
 
 LATEST = "latest"
@@ -44,9 +45,17 @@ async def resolve(state: AppState, caller: Caller, name: str) -> Target:
 
     Raises:
         ModelNotFound: the caller has no such model.
+        BadRequest: it has all weights of a model.
     """
     if name == state.service.info.name:
         return Target()
+    target = await _target(state, caller, name)
+    if target.record is not None:
+        check_sampled(target.record, name)
+    return target
+
+
+async def _target(state: AppState, caller: Caller, name: str) -> Target:
     try:
         if name.startswith(_SCHEMES):
             path = CheckpointPath.parse("tinker://" + name.partition("://")[2])
@@ -90,12 +99,12 @@ async def list_models(state: AppState, caller: Caller) -> list[dict[str, Any]]:
     """Return the base model, and the newest models and checkpoints of the caller, in OpenAI's form."""
     listed = [_entry(state.service.info.name, 0.0, "twinkle")]
     for model in (await state.store.models.page(caller.tenant, _LISTED, 0)).rows:
-        if model.status in ("live", "detached"):
+        if model.status in ("live", "detached") and not model.full:
             listed.append(_entry(model.id, model.created, caller.tenant))
     names = {entry["id"] for entry in listed}
     for checkpoint in (await state.store.checkpoints.page(caller.tenant, now(), _LISTED)).rows:
         name = f"{checkpoint.run}/{checkpoint.name}"
-        if checkpoint.kind in _SAMPLED and checkpoint.name != LATEST and name not in names:
+        if checkpoint.kind in _SAMPLED and not checkpoint.full and checkpoint.name != LATEST and name not in names:
             names.add(name)
             listed.append(_entry(name, checkpoint.created, caller.tenant))
     return listed

@@ -74,6 +74,11 @@ FLAGS: Final = (
         "Tokens per pass; rows are never split. The default depends on the size of the model.",
     ),
     Flag(
+        "engine.full_parameters",
+        "--allow-full-parameters",
+        "Allow a session to train all parameters of the model; it has the service for itself meanwhile.",
+    ),
+    Flag(
         "losses.allowed",
         "--loss",
         "A loss plugin that requests may use; repeatable. By default every tenant-safe one.",

@@ -77,6 +77,7 @@ QUOTAS = {
     "bytes": "Limit of all checkpoints together.",
     "keep": "Newest checkpoints of a model and kind that are kept.",
     "weight": "Share of the computed tokens when several tenants wait, relative to 1.",
+    "rollouts": "Recorded rows of a run that are kept for the dashboard; 0 records none.",
 }
 
 

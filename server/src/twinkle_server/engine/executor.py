@@ -98,8 +98,16 @@ class Models:
             UserError: the id is taken, or the rank or the checkpoint is invalid.
             CapacityError: there is not enough memory.
         """
-        if isinstance(create.rank, bool) or not isinstance(create.rank, int) or create.rank < 1:
+        if (
+            isinstance(create.rank, bool)
+            or not isinstance(create.rank, int)
+            or create.rank < (0 if create.native else 1)
+        ):
             raise UserError(f"rank must be an integer of at least 1, got {create.rank!r}")
+        if create.rank == 0 and "full_parameters" not in self._engine.describe().features:
+            raise UserError(
+                f"this engine ({type(self._engine).__name__}) trains adapters only; it has no feature 'full_parameters'"
+            )
         spec = AdapterSpec(
             create.rank, create.seed, create.alpha, create.dropout, create.train_attn, create.train_mlp,
             create.train_unembed, None if create.targets is None else tuple(create.targets),
@@ -141,7 +149,9 @@ class Models:
         model = self[queue_id]
         copied: SavedAdapter
         if save.kind == "weights" and save.native:
-            copies = [self._engine.export(model.ref, self._base)]
+            copies = []
+            if model.spec.rank or not save.optimizer:  # the snapshot of a full model has all files of its export
+                copies.append(self._engine.export(model.ref, self._base))
             if save.optimizer:
                 copies.append(self._engine.snapshot(model.ref, gradient=False))
             copied = self.native.checkpoint(queue_id, model.spec, save.consumed, *copies)
@@ -467,6 +477,8 @@ class Executor:
             operation, finish = self._models.native.operation(item.queue_id, item.payload, number, item.composition)
             trained[item.queue_id] += operation.kind == "forward_backward"
             return Reading(operation, finish, lambda outcome: native_rows(operation, outcome))
+        if not model.spec.rank:
+            raise UserError("a full-parameter model is trained through the native client; this call is of another")
         request = read_request(item.payload)
         context, vocabulary = self._info.context, self._info.vocabulary
         try:

@@ -53,6 +53,7 @@ def native_rows(operation: Operation, outcome: OperationResult) -> list[TrainedR
         row = TrainedRow(
             np.asarray(feature["input_ids"]), np.asarray(labels), _floats(logps), feature.get("loss_scale")
         )
+        row.reward = _number(_entry(operation.loss_inputs.get(REWARDS), index))
         if row.labels.ndim == 1:
             row.sampled = _aligned(_entry(operation.loss_inputs.get("old_logps"), index), row.labels)
             row.advantages = _aligned(_entry(operation.loss_inputs.get("advantages"), index), row.labels)
@@ -63,6 +64,11 @@ def native_rows(operation: Operation, outcome: OperationResult) -> list[TrainedR
 def _entry(values: Any, index: int) -> Any:
     sized = isinstance(values, list | tuple) or bool(getattr(values, "ndim", False))
     return values[index] if sized and index < len(values) else None
+
+
+def _number(value: Any) -> float | None:
+    """Return the reward of a row: a number, or the sum of one for each token."""
+    return None if value is None else float(_floats(value).sum(dtype=np.float64))
 
 
 def _aligned(values: Any, labels: Array) -> Array | None:

@@ -22,6 +22,8 @@ UNCHANGING = frozenset({"forward", "save"})
 """Kinds of operations that do not change a model."""
 _MUCH = 64 * 2**20  # bytes of payloads that a replay would have to read
 _PAUSE = 5.0  # seconds between attempts after a failed write
+_LONG, _SHARE = 1.0, 0.1
+"""A snapshot that took longer (seconds) is due again only when writing would take this share of the time."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,7 @@ class _SnapshotState:
     changed: float | None = None  # time of the first change
     wanted: bool = False
     leaving: bool = False
+    rests: float = 0.0  # until this time, after a long write
     not_before: float = 0.0
 
 
@@ -137,9 +140,11 @@ class Snapshots:
         much = state.payload >= _MUCH or state.wanted
         if state.changed is None and not much:
             return math.inf
-        if state.changed is None or much or state.leaving or self._draining or state.steps >= self._steps:
+        if state.changed is None or state.wanted or state.leaving or self._draining:
             return max(state.not_before, state.changed or 0.0)  # in the past; the oldest change comes first
-        return max(state.not_before, state.changed + self._seconds)
+        if much or state.steps >= self._steps:
+            return max(state.not_before, state.rests, state.changed)
+        return max(state.not_before, state.rests, state.changed + self._seconds)
 
     def _begin(self, queue_id: str) -> None:
         state = self._queues[queue_id]
@@ -148,6 +153,7 @@ class Snapshots:
         state.wanted = False
         number = state.number
         self._writing = queue_id
+        began = time.monotonic()
         try:
             self._before_copy()
             copy = self._executor.snapshot(queue_id)
@@ -157,10 +163,10 @@ class Snapshots:
             _log.exception("cannot copy a model for a snapshot")
             self._end(queue_id, state, changed, None)
             return
-        self._thread.submit(self._write, queue_id, number, copy, state, changed)
+        self._thread.submit(self._write, queue_id, number, copy, state, changed, began)
 
     def _write(
-        self, queue_id: str, number: int, copy: SavedAdapter, state: _SnapshotState, changed: float | None
+        self, queue_id: str, number: int, copy: SavedAdapter, state: _SnapshotState, changed: float | None, began: float
     ) -> None:
         folder = f"{FOLDER}/{new_id()}"
         message = None
@@ -174,6 +180,8 @@ class Snapshots:
                 "size": published.size,
             }
             message = Message(messages.SNAPSHOTTED, head)
+            taken = time.monotonic() - began
+            state.rests = time.monotonic() + taken / _SHARE if taken > _LONG else 0.0
         except Exception:
             _log.exception("cannot write a snapshot")
         self._later(lambda: self._end(queue_id, state, changed, message))

@@ -12,7 +12,7 @@ from twinkle_client import types, wire
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.engine.native.calls import payload_of
 from twinkle_server.errors import BadRequest, ServiceError, Unprocessable
-from twinkle_server.ids import CheckpointPath, check_name, new_id
+from twinkle_server.ids import CheckpointPath, check_name, model_id, new_id
 from twinkle_server.native.bodies import call_schema, is_frame, operation_response, parse_body, read_body
 from twinkle_server.operations import Create, Kind, Load, Save, Submission, Unload
 from twinkle_server.requests import LARGE, json_response, owned_model, submit
@@ -58,8 +58,11 @@ async def create_model(request: Request) -> Response:
 
     async def payload() -> Create:
         check_base(state, body.base_model)
-        created.append(await _create(state, caller, body))
-        return created[0]
+        create = await _create(state, caller, body)
+        if create.rank == 0:
+            await state.service.reserve(caller.tenant, model_id(body.session_id, body.model_seq_id))
+        created.append(create)
+        return create
 
     accepted = await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
     return await operation_response(state, caller, accepted)
@@ -67,16 +70,38 @@ async def create_model(request: Request) -> Response:
 
 async def _create(state: AppState, caller: Caller, body: types.CreateModelRequest) -> Create:
     seed = secrets.randbits(48) if body.seed is None else body.seed
+    if body.full_parameters:
+        _check_full(state, body)
     if body.checkpoint is None:
+        if body.full_parameters:
+            return Create(0, seed, native=True, accumulation=body.gradient_accumulation_steps)
         return _fresh(body.config or types.AdapterConfig(), seed, body.gradient_accumulation_steps)
     if body.config is not None:
         raise BadRequest("give config or checkpoint, not both: a checkpoint has the configuration of its adapter")
     checkpoint = await _loadable(state, caller, CheckpointPath.parse(body.checkpoint), body.load_optimizer)
+    if body.full_parameters != (checkpoint.rank == 0):
+        kind = "all parameters" if checkpoint.rank == 0 else f"an adapter of rank {checkpoint.rank}"
+        raise BadRequest(f"{body.checkpoint} holds {kind}; set full_parameters accordingly")
     return Create(
         checkpoint.rank, seed, checkpoint.train_attn, checkpoint.train_mlp, checkpoint.train_unembed,
         source=checkpoint.folder, optimizer=body.load_optimizer, path=str(checkpoint.path), native=True,
         accumulation=body.gradient_accumulation_steps,
     )  # fmt: skip
+
+
+def _check_full(state: AppState, body: types.CreateModelRequest) -> None:
+    """Refuse a full-parameter model where the operator does not allow it, or with options of an adapter.
+
+    Raises:
+        BadRequest: it is refused.
+    """
+    if not state.settings.full_parameters:
+        raise BadRequest(
+            "this service trains adapters only; its operator can allow full-parameter training "
+            "(serve --allow-full-parameters)"
+        )
+    if body.config is not None:
+        raise BadRequest("full_parameters trains all weights and has no adapter; leave out config")
 
 
 def _fresh(config: types.AdapterConfig, seed: int, accumulation: int) -> Create:

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter
 
-from twinkle_server.native import futures, models, runs, sampling, sessions
+from twinkle_server.native import futures, models, runs, sampling, sessions, streaming
 from twinkle_server.requests import add_routes
 
 PREFIX = "/twinkle"
 # Routes are tried in order, so the most frequent ones come first.
-MODULES = (models, futures, sampling, sessions, runs)
+MODULES = (models, futures, sampling, streaming, sessions, runs)
 
 
 def native_routes() -> APIRouter:

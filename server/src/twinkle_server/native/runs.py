@@ -88,7 +88,8 @@ async def weights_info(request: Request) -> Response:
     checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
     return model_response(
         types.WeightsInfoResponse(
-            training_run_id=path.run, base_model=checkpoint.base, lora_rank=checkpoint.rank,
+            training_run_id=path.run, base_model=checkpoint.base,
+            is_lora=checkpoint.rank > 0, lora_rank=checkpoint.rank or None,
             model_owner=caller.tenant if checkpoint.tenant == caller.tenant else None,
         )
     )  # fmt: skip
@@ -111,7 +112,8 @@ def checkpoint_of(row: Checkpoint) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=f"{row.kind}/{row.name}", checkpoint_type=_TYPES[row.kind], time=isoformat(row.created),
         size_bytes=row.size, public=row.public, twinkle_path=row.path.twinkle, base_model=row.base,
-        lora_rank=row.rank, train_unembed=row.train_unembed, train_mlp=row.train_mlp, train_attn=row.train_attn,
+        is_lora=row.rank > 0, lora_rank=row.rank or None,
+        train_unembed=row.train_unembed, train_mlp=row.train_mlp, train_attn=row.train_attn,
         has_optimizer=row.has_optimizer, user_metadata=row.metadata,
         expires_at=None if row.expires is None else isoformat(row.expires),
     )  # fmt: skip
@@ -121,7 +123,7 @@ def _run(row: Model, latest: dict[tuple[str, str], Checkpoint]) -> dict[str, obj
     weights, sampler = latest.get((row.id, "weights")), latest.get((row.id, "sampler_weights"))
     run = types.TrainingRun(
         training_run_id=row.id, base_model=row.base, model_owner=row.tenant, corrupted=row.status == "corrupted",
-        lora_rank=row.rank, last_request_time=isoformat(row.last_request),
+        is_lora=row.rank > 0, lora_rank=row.rank or None, last_request_time=isoformat(row.last_request),
         last_checkpoint=None if weights is None else checkpoint_of(weights),
         last_sampler_checkpoint=None if sampler is None else checkpoint_of(sampler), user_metadata=row.metadata,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
 from twinkle_server.native.bodies import call_schema, frame_response, read_body
 from twinkle_server.operations import Accepted, Future, Sample, Submission
-from twinkle_server.requests import json_response
+from twinkle_server.requests import check_sampled, json_response
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.models import check_base
 from twinkle_server.tinker.sampling import check_sample
@@ -41,6 +41,7 @@ async def create_sampler(request: Request) -> Response:
         path = CheckpointPath.parse(body.adapter_uri)
         checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
         check_base(state, checkpoint.base)
+        check_sampled(checkpoint, path.twinkle)
         if path.kind != "sampler_weights":
             raise BadRequest(f"adapter_uri must be a checkpoint for sampling, got {path.twinkle}; save one with "
                              "is_sampler=True")  # fmt: skip
@@ -65,14 +66,9 @@ async def sample(request: Request) -> Response:
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
     body = await read_body(request, types.SampleRequest)
-    if not 1 <= len(body.inputs) <= state.settings.limits.datums:
-        raise BadRequest(
-            f"inputs must have between 1 and {state.settings.limits.datums} prompts, got {len(body.inputs)}"
-        )
-    if body.options.num_samples > state.settings.limits.samples:
-        raise BadRequest(f"num_samples must be at most {state.settings.limits.samples}, got {body.options.num_samples}")
-    with _ClientErrors():
-        prompts = await asyncio.to_thread(_prompts, state, caller, sampler, body)
+    encoded = await encoded_prompts(state, sampler, body)
+    with ClientErrors():
+        prompts = _prompts(state, caller, sampler, body, encoded)
     accepted = await asyncio.gather(*(state.service.submit(prompt.submission) for prompt in prompts))
     futures = await _wait(state, caller, accepted)
     if any(future.status == "pending" for future in futures):
@@ -85,7 +81,7 @@ async def sample(request: Request) -> Response:
             error = "the request was cancelled" if future.status == "cancelled" else future.error
             where = f"input {index}: " if len(futures) > 1 else ""
             return json_response({"status": "failed", "error": f"{where}{error}", "category": future.category})
-    with _ClientErrors():
+    with ClientErrors():
         results = await asyncio.to_thread(_results, state, body, prompts, futures)
     return frame_response({"value": results})
 
@@ -96,7 +92,32 @@ async def _wait(state: AppState, caller: Caller, accepted: list[Accepted]) -> li
     return [await state.service.wait(one.request, caller.tenant, max(0.0, ends - loop.time())) for one in accepted]
 
 
-class _ClientErrors(contextlib.AbstractContextManager[None]):
+async def encoded_prompts(
+    state: AppState, sampler: Sampler, body: types.StreamRequest
+) -> list[tuple[Sample, Any]]:  # fmt: skip
+    """Return the sampling operation of each prompt of a request, and its encoded row.
+
+    Raises:
+        BadRequest: a prompt or an option is invalid.
+    """
+    limits = state.settings.limits
+    if not 1 <= len(body.inputs) <= limits.datums:
+        raise BadRequest(f"inputs must have between 1 and {limits.datums} prompts, got {len(body.inputs)}")
+    if body.options.num_samples > limits.samples:
+        raise BadRequest(f"num_samples must be at most {limits.samples}, got {body.options.num_samples}")
+
+    def encode() -> list[tuple[Sample, Any]]:
+        named, found = _template_of(body), []
+        for index, given in enumerate(body.inputs):
+            row, tokens = _encoded(state, named, index, given)
+            found.append((_sample(sampler, body.options, tokens, index), row))
+        return found
+
+    with ClientErrors():
+        return await asyncio.to_thread(encode)
+
+
+class ClientErrors(contextlib.AbstractContextManager[None]):
     """Raises errors that the client's rows or options caused as responses."""
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
@@ -104,18 +125,17 @@ class _ClientErrors(contextlib.AbstractContextManager[None]):
             raise BadRequest(str(error)) from error
 
 
-def _prompts(state: AppState, caller: Caller, sampler: Sampler, body: types.SampleRequest) -> list[_Prompt]:
-    named = _template_of(body)
+def _prompts(
+    state: AppState, caller: Caller, sampler: Sampler, body: types.SampleRequest, encoded: list[tuple[Sample, Any]]
+) -> list[_Prompt]:
     content = body.model_dump_json(exclude={"inputs"}).encode()
     prompts = []
-    for index, given in enumerate(body.inputs):
-        row, tokens = _encoded(state, named, index, given)
-        payload = _sample(sampler, body.options, tokens, index)
+    for index, (payload, row) in enumerate(encoded):
         try:
             cost = check_sample(payload, state.service.info.context)
         except ValueError as error:
             raise UserError(f"input {index}: {error}") from error
-        original = content + repr(tokens).encode()
+        original = content + repr(payload.tokens).encode()
         number = body.seq_id + index
         submission = Submission(
             caller.tenant, sampler.id, "sample", payload.dump(), number, tokens=cost, original=original
@@ -124,7 +144,7 @@ def _prompts(state: AppState, caller: Caller, sampler: Sampler, body: types.Samp
     return prompts
 
 
-def _template_of(body: types.SampleRequest) -> Named | None:
+def _template_of(body: types.StreamRequest) -> Named | None:
     return None if body.template is None else (body.template, body.template_options)
 
 

@@ -213,6 +213,8 @@ class Runtime:
             Unavailable: the service is draining, or its disk cannot be written.
         """
         self._admit(submission)
+        if not self._passes(submission):
+            await self.check_access(submission.tenant)
         await self._check_near(submission)
         task = asyncio.create_task(self._take(submission, in_transaction))
         self._taking.add(task)
@@ -244,9 +246,20 @@ class Runtime:
     def _admit(self, submission: Submission) -> None:
         self._check_open()
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
-        passes = submission.refusal is not None or submission.number is None or self._is_known(submission)
-        if queued >= limit and not passes and not self.awaited(submission):
+        if queued >= limit and not self._passes(submission) and not self.awaited(submission):
             raise Busy(f"too many unfinished operations: you have {queued} (limit {limit}); wait for some to finish")
+
+    async def check_access(self, tenant: str) -> None:
+        """Refuse new work of a tenant while the service is reserved for another.
+
+        Raises:
+            Locked: it is.
+        """
+
+    def _passes(self, submission: Submission) -> bool:
+        """Return whether an operation is accepted in any case, because it costs nothing or frees something."""
+        free = submission.refusal is not None or submission.number is None or submission.kind == "unload"
+        return free or self._is_known(submission)
 
     def _is_known(self, submission: Submission) -> bool:
         """Return whether the sequence number was submitted before: a retry or a conflict."""
@@ -323,6 +336,7 @@ class Runtime:
             Unavailable: the service is draining, or the engine or the model is not available.
         """
         self._check_open()
+        await self.check_access(tenant)
         self.generations.check(tenant)
         await self._engine_up(_ENGINE_WAIT)
         if generate.model is not None:

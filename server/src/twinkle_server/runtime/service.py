@@ -12,6 +12,7 @@ from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.errors import Busy, ServiceError
 from twinkle_server.ports import Figures, Tracer
 from twinkle_server.runtime.core import Runtime
+from twinkle_server.runtime.exclusive import ExclusiveModel
 from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
 from twinkle_server.runtime.sessions import SessionKeeper
@@ -20,7 +21,7 @@ from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
 from twinkle_server.store.tables import meta
 from twinkle_server.telemetry.status import read_figures
-from twinkle_server.tenancy.quotas import weights_of
+from twinkle_server.tenancy.quotas import rollouts_of, weights_of
 
 _log = logging.getLogger(__name__)
 _PURGE, _PROBE, _ROOM, _WEIGHTS, _FOLD, _OLD = 60.0, 1.0, 10.0, 2.0, 10.0, 300.0  # intervals in seconds
@@ -53,7 +54,8 @@ class Service(Runtime):
         kept = settings.times.trash
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention, kept)
         self._upkeep.held = lambda: self.unrecorded
-        self._rollouts = RolloutBuffer(store.rollouts, settings.rollouts)
+        self._exclusive = ExclusiveModel(store.models)
+        self._rollouts = RolloutBuffer(store.rollouts, settings.rollouts, store.sessions, self._rollout_limits)
         self.record_rollouts = self._rollouts.add
 
     async def start(self) -> None:
@@ -64,6 +66,7 @@ class Service(Runtime):
             _log.warning(
                 "%d models could not be restored at an earlier start; trying again from their stored state", retried
             )
+        await self._exclusive.resume()
         await self._weigh()
         self.janitor.add("weights of keys", _WEIGHTS, self._weigh)
         times = self._settings.times
@@ -91,6 +94,22 @@ class Service(Runtime):
         """Snapshot and free the models of a finished session, and fail what waits in its queues."""
         self._sessions.finish(session)
 
+    async def check_access(self, tenant: str) -> None:
+        """Refuse new work of a tenant while a full-parameter model of another has the service.
+
+        Raises:
+            Locked: it has.
+        """
+        await self._exclusive.check(tenant)
+
+    async def reserve(self, tenant: str, model: str) -> None:
+        """Reserve the service for a full-parameter model.
+
+        Raises:
+            Locked: another has it, or other tenants have models in use.
+        """
+        await self._exclusive.reserve(tenant, model)
+
     async def status(self) -> dict[str, Any]:
         """Return the current figures of the service and of the database."""
         figures = {**await super().status(), **await read_figures(self._store.database)}
@@ -100,6 +119,10 @@ class Service(Runtime):
         """Tell the engine the weights of the tenants' keys, which may change at any time."""
         if self._settings.auth:
             self.dispatcher.weigh(weights_of(await self._store.keys.all()))
+
+    async def _rollout_limits(self) -> dict[str, int]:
+        """Return how many rows of a run are recorded of tenants whose keys limit it."""
+        return rollouts_of(await self._store.keys.all(revoked=True)) if self._settings.auth else {}
 
     async def _probe(self) -> None:
         """Write a row if the last commit failed, because `/readyz` may keep all other writers away."""

@@ -267,8 +267,13 @@ class RolloutTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, rows: Sequence[Kept], keep: int) -> None:
-        """Across tenants: add rows in one transaction, and delete all but the `keep` newest of each of their runs."""
+    async def add(self, rows: Sequence[Kept], keep: Mapping[str, int]) -> None:
+        """Across tenants: add rows in one transaction, and delete the oldest ones of their runs.
+
+        Args:
+            rows: the rows.
+            keep: number of newest rows that are kept, by run.
+        """
         values = [
             {"tenant": row.tenant, "run": row.run, "number": row.number, "time": row.time, "size": len(row.data),
              "about": row.about, "data": row.data}
@@ -279,7 +284,7 @@ class RolloutTable:
             connection.execute(insert(rollouts), values)
             for run in {row.run for row in rows}:
                 surplus = select(rollouts.c.id).where(rollouts.c.run == run).order_by(rollouts.c.id.desc())
-                oldest = connection.execute(surplus.offset(keep).limit(1)).scalar()
+                oldest = connection.execute(surplus.offset(keep[run]).limit(1)).scalar()
                 if oldest is not None:
                     connection.execute(delete(rollouts).where(rollouts.c.run == run, rollouts.c.id <= oldest))
 

@@ -59,7 +59,7 @@ class Model:
         session: the session that created it.
         number: number in the session.
         base: name of the base model.
-        rank: of the adapter.
+        rank: of the adapter; 0 trains all parameters of the base model.
         created: time of creation.
         last_request: time of the last submitted operation.
         seed: of the initial weights.
@@ -93,6 +93,11 @@ class Model:
     reason: str | None = None
     detached: float | None = None
     snapshot: Snapshot | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether all parameters of the base model are trained."""
+        return self.rank == 0
 
 
 @dataclass(slots=True)
@@ -140,7 +145,7 @@ class Checkpoint:
         size: in bytes.
         digest: SHA-256 of its manifest.
         base: name of the base model.
-        rank: of the adapter.
+        rank: of the adapter; 0 is all weights of a model.
         created: time of creation.
         expires: time of expiry; None is never.
         train_attn: whether attention layers are adapted.
@@ -172,6 +177,11 @@ class Checkpoint:
     metadata: dict[str, str] | None = None
     project: str | None = None
     id: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds all weights of a model instead of an adapter."""
+        return self.rank == 0
 
     @property
     def path(self) -> CheckpointPath:

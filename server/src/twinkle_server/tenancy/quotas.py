@@ -37,6 +37,8 @@ class Quotas:
         keep: number of newest checkpoints per model and kind; older ones are deleted.
         weight: share of the computed tokens when several tenants wait; None is 1. Of several keys of a tenant, the
             largest counts.
+        rollouts: maximum number of recorded rows of a run; 0 records none. It cannot exceed the service's own limit. Of
+            several keys of a tenant, the smallest counts.
     """
 
     tokens_per_second: float | None = None
@@ -45,6 +47,7 @@ class Quotas:
     bytes: int | None = None
     keep: int | None = None
     weight: float | None = None
+    rollouts: int | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -57,8 +60,12 @@ class Quotas:
         for name, value in values.items():
             if name not in names:
                 raise BadRequest(f"unknown quota {name!r}; available: {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise BadRequest(f"the quota {name} must be a positive number, got {value!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name in ZERO and number and value == 0:
+                continue
+            if not number or not 0 < value < float("inf"):
+                least = "0 or a positive number" if name in ZERO else "a positive number"
+                raise BadRequest(f"the quota {name} must be {least}, got {value!r}")
             if name not in FRACTIONS and value != int(value):
                 raise BadRequest(f"the quota {name} must be a whole number, got {value!r}")
         low, high = WEIGHTS
@@ -70,6 +77,8 @@ class Quotas:
 
 FRACTIONS = frozenset({"tokens_per_second", "weight"})
 """Quotas that need not be whole numbers."""
+ZERO = frozenset({"rollouts"})
+"""Quotas that may be 0."""
 WEIGHTS = (0.01, 1000.0)
 """Smallest and largest weight."""
 
@@ -81,6 +90,22 @@ def weights_of(keys: Sequence[Key]) -> dict[str, float]:
         weight = float(key.quotas.get("weight") or 1.0)
         weights[key.tenant] = max(weight, weights.get(key.tenant, weight))
     return {tenant: weight for tenant, weight in weights.items() if weight != 1.0}
+
+
+def rollouts_of(keys: Sequence[Key]) -> dict[str, int]:
+    """Return the maximum number of recorded rows of a run of each tenant whose keys limit it.
+
+    Args:
+        keys: revoked ones, too: they count for a tenant that has no others, whose operations may not have ended.
+    """
+    active = {key.tenant for key in keys if key.revoked is None}
+    limits: dict[str, int] = {}
+    for key in keys:
+        if key.revoked is not None and key.tenant in active:
+            continue
+        if (limit := key.quotas.get("rollouts")) is not None:
+            limits[key.tenant] = min(int(limit), limits.get(key.tenant, int(limit)))
+    return limits
 
 
 @dataclass(slots=True)
@@ -221,6 +246,10 @@ class Limited:
         accepted = await self._admitted(submission, in_transaction)
         log_accepted(submission, accepted)
         return accepted
+
+    async def reserve(self, tenant: str, model: str) -> None:
+        """Reserve the service for a full-parameter model; see `Service.reserve`."""
+        await self._service.reserve(tenant, model)
 
     async def generate(self, tenant: str, generate: Generate | Embed) -> Generation:
         """Send a streamed request; its tokens are charged as they are read.

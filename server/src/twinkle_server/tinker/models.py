@@ -143,7 +143,7 @@ async def get_info(request: Request) -> Response:
             "model_id": model.id,
             "model_data": {name: value for name, value in data.items() if value},
             "optimizer_config": {"type": "adamw"},
-            "is_lora": True,
+            "is_lora": not model.full,
             "lora_rank": model.rank,
             "model_name": model.base,
         }

@@ -161,7 +161,7 @@ async def weights_info(request: Request) -> Response:
         {
             "base_model": checkpoint.base,
             "optimizer_config": {"type": "adamw"},
-            "is_lora": True,
+            "is_lora": checkpoint.rank > 0,
             "lora_rank": checkpoint.rank,
             "train_unembed": checkpoint.train_unembed,
             "train_mlp": checkpoint.train_mlp,
@@ -201,7 +201,7 @@ def _run(row: Model, latest: dict[tuple[str, str], Checkpoint]) -> dict[str, Any
         training_run_id=row.id,
         base_model=row.base,
         model_owner=row.tenant,
-        is_lora=True,
+        is_lora=row.rank > 0,
         corrupted=row.status == "corrupted",
         lora_rank=row.rank,
         last_request_time=isoformat(row.last_request),

@@ -22,6 +22,7 @@ from twinkle_server.requests import (
     Text,
     accepted_response,
     body_schema,
+    check_sampled,
     json_response,
     read,
     without_none,
@@ -194,6 +195,7 @@ async def create_sampling_session(request: Request) -> Response:
             raise BadRequest(f"model_path must be tinker://<run>/sampler_weights/<name>, got {path}")
         checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
         check_base(state, checkpoint.base)
+        check_sampled(checkpoint, str(path))
         sampler.path, sampler.folder = str(path), checkpoint.folder
     await state.store.samplers.create(sampler)
     return json_response({"type": "create_sampling_session", "sampling_session_id": name})

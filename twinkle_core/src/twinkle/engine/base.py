@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Feature = Literal[
     "composition",
     "early_results",
+    "full_parameters",
     "interrupt",
     "logit_bias",
     "min_p",
@@ -49,6 +50,7 @@ class EngineInfo:
             - `composition`: an operation is recomputed bit for bit from `OperationResult.composition`; an engine whose
               numbers never depend on the operations beside it does not need this;
             - `early_results`: `run` calls the function given to `report` as soon as an operation has ended;
+            - `full_parameters`: `add` with the rank 0 trains all weights of the base model instead of an adapter;
             - `interrupt`: `run` calls the function given to `interrupt` between its passes;
             - `logit_bias`, `min_p`, `structured_outputs`: sampling has the parameter of this name;
             - `model`: adapters have components of their own (loss, scheduler, template, processor, metrics), which
@@ -83,7 +85,8 @@ class AdapterSpec:
     """A LoRA adapter to create. Its initial weights are a function of these fields and of the base model alone.
 
     Attributes:
-        rank: rank of every pair of matrices.
+        rank: rank of every pair of matrices. 0 trains all weights of the base model, beginning with its own (feature
+            `full_parameters`); `dropout` and `targets` must then be left out, and the other fields are not read.
         seed: seed of the initial weights and of dropout.
         alpha: the low-rank term is scaled by `alpha / rank`.
         dropout: probability, applied to the input of the low-rank term.
@@ -133,6 +136,7 @@ class Operation:
         loss_inputs: arguments of the loss. An engine that calls the loss with a part of the rows splits those with one
             entry for each row: the usual ones, such as `old_logps` and `advantages`, and those of `Loss.row_inputs`.
             `ref_logps="base"` stands for the base model's log-probabilities of the rows, computed in the same call.
+            `rewards`, a number for each row, may be given for any loss; one that does not take it does not get it.
         options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding"), `topk_logprobs`
             (None; k also returns the k most probable tokens at each trained position). An engine may refuse all but
             `temperature` with `Unsupported`.
@@ -411,13 +415,17 @@ class Engine(ABC):
     def add(self, name: str, spec: AdapterSpec) -> AdapterRef:
         """Create an adapter with fresh weights and no optimizer.
 
+        With the feature `full_parameters`, a specification of rank 0 is one for a full model: one at a time. All
+        methods take its reference where they take that of an adapter, but `page`, `version` and sampling, which an
+        engine may refuse with `Unsupported`. The base model itself, and so every adapter, stays as it is.
+
         Args:
             name: letters, digits, `_` and `-`.
             spec: rank, seed and targets.
 
         Raises:
             ArgumentError: the name is taken, or the specification is wrong or matches no layer.
-            CapacityError: there is not enough memory.
+            CapacityError: there is not enough memory, or there is a full model already.
             Unsupported: the engine cannot train such an adapter.
         """
 
@@ -570,6 +578,9 @@ class Engine(ABC):
     @abstractmethod
     def export(self, adapter: AdapterRef, base: str) -> SavedAdapter:
         """Copy the weights of an adapter in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+        The copy of a full model is a folder of transformers: `config.json`, `model.safetensors` and the tokenizer. Its
+        snapshot has the same files, beside those of the training state.
 
         Args:
             adapter: the adapter.

@@ -30,11 +30,13 @@ from twinkle_client.types.checkpoints import (
 )
 from twinkle_client.types.models import AdapterConfig, CreateModelRequest, LoraConfig
 from twinkle_client.types.sampling import (
+    SampleDelta,
     SampledSequenceModel,
     SampleRequest,
     SampleResponseModel,
     SamplerRequest,
     SamplingOptions,
+    StreamRequest,
 )
 from twinkle_client.types.server import (
     CapacityInfoResponse,
@@ -68,6 +70,7 @@ __all__ = [
     "OptimizerStep",
     "ParsedCheckpointTwinklePath",
     "ResolvedLoadPath",
+    "SampleDelta",
     "SampleRequest",
     "SampleResponseModel",
     "SampledSequenceModel",
@@ -78,6 +81,7 @@ __all__ = [
     "ServerCapabilities",
     "SessionRequest",
     "SetComponent",
+    "StreamRequest",
     "SupportedModel",
     "TrainingRun",
     "WeightsInfoResponse",

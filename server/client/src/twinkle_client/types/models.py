@@ -52,6 +52,8 @@ class CreateModelRequest(Request):
         gradient_accumulation_steps: number of backward calls for each step.
         seed: of the first weights and of dropout; None draws one.
         user_metadata: kept with the training run.
+        full_parameters: train all parameters of the base model instead of an adapter, where the operator allows it;
+            the service is then reserved for this key.
     """
 
     session_id: Name
@@ -63,6 +65,7 @@ class CreateModelRequest(Request):
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     seed: Seed | None = None
     user_metadata: Metadata | None = None
+    full_parameters: bool = False
 
 
 def plain_config(config: Any) -> dict[str, Any]:

@@ -49,7 +49,23 @@ class SamplingOptions(Request):
     prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
 
 
-class SampleRequest(Request):
+class StreamRequest(Request):
+    """Prompts to sample, whose tokens are sent while they are sampled.
+
+    Attributes:
+        inputs: each an encoded row (`input_ids`) or a conversation (`messages`).
+        options: sampling parameters.
+        template: component that encodes conversations and decodes sequences; None is `Template`.
+        template_options: of its constructor.
+    """
+
+    inputs: list[Any]
+    options: SamplingOptions = SamplingOptions()
+    template: Name | None = None
+    template_options: Plain = Field(default_factory=dict)
+
+
+class SampleRequest(StreamRequest):
     """Prompts to sample.
 
     Attributes:
@@ -60,11 +76,27 @@ class SampleRequest(Request):
         seq_id: number of the first prompt in the sampling session; identifies a retry.
     """
 
-    inputs: list[Any]
-    options: SamplingOptions = SamplingOptions()
-    template: Name | None = None
-    template_options: Plain = Field(default_factory=dict)
     seq_id: Number
+
+
+class SampleDelta(Response):
+    """What one sequence of a stream has gained.
+
+    Attributes:
+        input: index of the prompt.
+        sample: index of the sequence of this prompt.
+        tokens: new tokens.
+        text: their text, without special tokens; a character that is not complete comes with its last token.
+        logprobs: for each new token the pairs of token id and log-probability, if requested.
+        stop_reason: why the sequence ended; None while it grows.
+    """
+
+    input: int
+    sample: int
+    tokens: list[int]
+    text: str = ""
+    logprobs: list[list[tuple[int, float]]] | None = None
+    stop_reason: Literal["stop", "length", "abort"] | str | None = None
 
 
 class SampledSequenceModel(Response):

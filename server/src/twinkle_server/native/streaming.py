@@ -1,0 +1,139 @@
+"""Streams of sampled tokens: server-sent events, each a `SampleDelta` as JSON.
+
+A stream is not written to the log. It ends with its client, or with the engine; the client then starts it anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+
+from twinkle_client import types
+from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of
+from twinkle_server.chat.decoding import TextDecoder
+from twinkle_server.chat.exchange import Exchange, Usage
+from twinkle_server.chat.openai import respond
+from twinkle_server.engine.samples import read_sample
+from twinkle_server.errors import BadRequest, Gone, ServiceError
+from twinkle_server.native.bodies import call_schema, read_body
+from twinkle_server.native.sampling import ClientErrors, encoded_prompts
+from twinkle_server.operations import Generate
+from twinkle_server.runtime.generations import Part
+
+router = APIRouter()
+
+
+@router.post("/samplers/{sampler_id}/stream", openapi_extra=call_schema(types.StreamRequest))
+async def stream(request: Request) -> Any:
+    """Sample sequences for prompts, and send tokens as they are sampled; closing the connection cancels the rest."""
+    caller, state = caller_of(request), app_state_of(request)
+    sampler = await state.sampler(caller, request.path_params["sampler_id"])
+    if sampler.ended is not None:
+        raise Gone(f"sampling session {sampler.id!r} has ended")
+    body = await read_body(request, types.StreamRequest)
+    if body.options.prompt_logprobs or body.options.max_tokens == 0:
+        raise BadRequest("a stream has no scores of the prompt; use sample for prompt_logprobs and max_tokens=0")
+    prompts = await encoded_prompts(state, sampler, body)
+    with ClientErrors():
+        params = [read_sample(sample, state.service.info)[0] for sample, _ in prompts]
+    generates = [
+        Generate(sample.tokens, fields, sampler.folder) for (sample, _), fields in zip(prompts, params, strict=True)
+    ]
+    exchange = await _start(state, caller, body, generates)
+    return await respond(request, exchange, _Events(body.options.logprobs or 0), stream=True)
+
+
+async def _start(
+    state: AppState, caller: Caller, body: types.StreamRequest, generates: Sequence[Generate]
+) -> Exchange:  # fmt: skip
+    tokenizer = None
+    if state.renderer is not None and state.service.info.tokenizer:
+        tokenizer = (await state.renderer.text()).tokenizer
+    count = body.options.num_samples
+    generations: list[Any] = []
+    try:
+        for generate in generates:
+            generations.append(await state.service.generate(caller.tenant, generate))
+    except ServiceError:
+        for generation in generations:
+            generation.cancel()
+        raise
+    choices: list[Any] = [
+        [_Sequence(place, None if tokenizer is None else TextDecoder(tokenizer)) for _ in range(count)]
+        for place in range(len(generates))
+    ]
+    return Exchange(generations, choices)
+
+
+@dataclass(slots=True)
+class _Gain:
+    """A part of a sequence, with its text."""
+
+    input: int
+    part: Part
+    text: str
+    empty: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.empty = not self.part.tokens and self.part.stop_reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One sequence: its prompt, and what decodes it; None without a tokenizer."""
+
+    input: int
+    decoder: TextDecoder | None
+
+    def take(self, part: Part) -> _Gain:
+        """Return what a part adds."""
+        if self.decoder is None:
+            text = ""
+        elif part.stop_reason is None:
+            text = self.decoder.add(part.tokens)
+        else:
+            text = self.decoder.finish(part.tokens, stopped=False)
+        return _Gain(self.input, part, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Writes the events of a stream; `logprobs` is the number of log-probabilities of each token."""
+
+    logprobs: int
+
+    def start(self) -> bytes:
+        """Return nothing: each delta has all that a client needs."""
+        return b""
+
+    def deltas(self, deltas: Sequence[Any]) -> bytes:
+        """Return the events of new parts."""
+        return b"".join(_event(self._fields(delta)) for delta in deltas)
+
+    def _fields(self, delta: _Gain) -> dict[str, Any]:
+        part = delta.part
+        fields: dict[str, Any] = {
+            "input": delta.input, "sample": part.sample, "tokens": part.tokens, "text": delta.text,
+            "stop_reason": part.stop_reason,
+        }  # fmt: skip
+        if self.logprobs:
+            tops = part.topk or [[]] * len(part.tokens)
+            fields["logprobs"] = [
+                [(token, logprob), *(pair for pair in top if pair[0] != token)][: self.logprobs]
+                for token, logprob, top in zip(part.tokens, part.logprobs, tops, strict=True)
+            ]
+        return fields
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last event."""
+        return _event({"end": {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}})
+
+    def error(self, error: ServiceError) -> bytes:
+        """Return the event of an error."""
+        return _event({"error": error.message, "status": error.status})
+
+
+def _event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
