@@ -16,7 +16,7 @@ from twinkle_client import wire
 from twinkle_client.calls import Call
 from twinkle_client.client import current_client
 from twinkle_client.data_rows import meta_fields, with_bytes, without_bytes
-from twinkle_client.errors import ConnectionFailed, Gone, Overloaded, TwinkleClientError
+from twinkle_client.errors import ConnectionFailed, Gone, Overloaded, ServiceError, TwinkleClientError
 
 if TYPE_CHECKING:
     from twinkle_client.http import Connection
@@ -139,10 +139,12 @@ class DataResource:
             answer = yield from self._client.connection.request(
                 "POST", f"/data/{self._id}/call", frame, query=query, timeout=timeout
             )
-        except (ConnectionFailed, Overloaded):  # it may run, or have run; the same number finds out
+        except (ConnectionFailed, Overloaded, ServiceError):  # it may run, or have run; the same number finds out
             raise
         except TwinkleClientError as error:
-            self._number, self._unanswered = self._number + 1, None
+            self._unanswered = None
+            if error.kind is not None:  # the component raised it; other requests are refused before they are counted
+                self._number += 1
             raise _local_error(error) from error
         self._number, self._unanswered = self._number + 1, None
         return answer
@@ -152,7 +154,7 @@ class DataResource:
         method, frame = self._unanswered or ("", b"")
         try:
             yield from self._numbered(method, frame, timeout)
-        except (ConnectionFailed, Overloaded, Gone):
+        except (ConnectionFailed, Overloaded, ServiceError, Gone):
             raise
         except twinkle.errors.TwinkleError:
             return

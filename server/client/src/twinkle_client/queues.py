@@ -1,5 +1,6 @@
 """The queue of one model on a service: calls have numbers, so that none is carried out twice or out of order."""
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
@@ -21,14 +22,17 @@ from twinkle_client.http import Connection, value_of
 
 _POLL: Final = 25.0
 _TIMEOUT: Final = 60.0
+_UNKNOWN: Final = (ConnectionFailed, Overloaded, ServiceError)
+"""Errors after which it is not known whether the service has the request."""
 
 
 class AdapterQueue:
     """Sends the calls of a model, in the order in which they begin, and waits for their results.
 
-    A request that is repeated has its first number, and the service returns the first result. If a call raised
-    `ConnectionFailed`, nobody knows whether it was carried out: the same call, made again, is sent with the same
-    number; any other call first makes the service give that number up, if it has not been used.
+    A request that is repeated has its first number, and the service returns the first result. If a call ended without
+    its result (it raised `ConnectionFailed`, or was interrupted or cancelled), nobody knows whether it was carried out:
+    the same call, made again, is sent with the same number; any other call first makes the service give that number up,
+    if it has not been used.
 
     Args:
         connection: to the service.
@@ -51,40 +55,53 @@ class AdapterQueue:
         """
         frame = wire.pack(body)
         number, stale = self._begin(method, frame)
-        for old in stale:
-            yield from self._give_up(old)
+        accepted = False
         try:
+            for old in stale:
+                yield from self._give_up(old)
             answer = yield from self._connection.exchange(
                 "POST", f"{self._route}/{method}", frame, query={"seq_id": number}, timeout=_TIMEOUT
             )
-        except (ConnectionFailed, Overloaded, ServiceError):
+            accepted = True
+            return (yield from result_of_operation(self._connection, method, answer))
+        except (*_UNKNOWN, GeneratorExit):  # an interrupted or cancelled call is closed while it waits
             with self._lock:
                 self._unanswered[number] = (method, frame)
             raise
         except TwinkleClientError:
-            yield from self._give_up(number)
+            if not accepted:
+                with contextlib.suppress(*_UNKNOWN):  # it is given up before the next call
+                    yield from self._give_up(number)
             raise
-        return (yield from result_of_operation(self._connection, method, answer))
 
     def _begin(self, method: str, frame: bytes) -> tuple[int, list[int]]:
         """Return the number of a call, and numbers whose calls were not made again."""
         with self._lock:
-            again = next((n for n, call in self._unanswered.items() if call == (method, frame)), None)
-            stale = [number for number in sorted(self._unanswered) if number != again]
-            self._unanswered.clear()
+            again = next((n for n, call in sorted(self._unanswered.items()) if call == (method, frame)), None)
             if again is not None:
-                return again, stale
+                del self._unanswered[again]
+                return again, sorted(self._unanswered)
             self._last += 1
-            return self._last, stale
+            return self._last, sorted(self._unanswered)
 
     def _give_up(self, number: int) -> Call[None]:
-        """Make the service use up a number, unless it has a request."""
+        """Make the service use up a number, unless it has a request.
+
+        Raises:
+            ConnectionFailed: the service does not answer; the number is given up before the next call.
+        """
+        with self._lock:
+            self._unanswered.setdefault(number, ("skip", b""))
         try:
             yield from self._connection.request("POST", f"{self._route}/skip", {}, query={"seq_id": number})
         except Conflict:  # the request had arrived, and was or will be carried out
             get_logger().warning("a call whose answer was lost (number %d) was carried out by the service", number)
-        except (TwinkleClientError, ConnectionError) as error:
+        except _UNKNOWN:
+            raise
+        except TwinkleClientError as error:
             get_logger().debug("number %d could not be given up: %s", number, error)
+        with self._lock:
+            self._unanswered.pop(number, None)
 
 
 def result_of_operation(connection: Connection, what: str, answer: Answer) -> Call[Any]:

@@ -176,8 +176,10 @@ def test_a_checkpoint_continues_a_run(base: Path, tmp_path: Path, optimizer: boo
     for number, step in enumerate(SCRIPT[:8]):
         session.do(step, number + 1)
     folder = Path(mkdtemp(dir=tmp_path))
+    before = session.do(("native", "get_progress", {}), 9)[0]
     saved, row = session.executor.save(QUEUE, Save("x", "weights", native=True, optimizer=optimizer, consumed=5))
     saved.write(folder)
+    assert session.do(("native", "get_progress", {}), 9)[0] == before, "a save changes nothing: replays leave it out"
     assert row["rank"] == 4
     continued = [session.do(step, number + 9)[0] for number, step in enumerate(SCRIPT[24:29])]
     other = Session(base, tmp_path)

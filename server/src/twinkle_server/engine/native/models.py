@@ -330,9 +330,9 @@ class NativeModels:
 
     def checkpoint(self, queue_id: str, spec: AdapterSpec, consumed: int, *copies: SavedAdapter) -> SavedAdapter:
         """Return the copies of a model for a checkpoint, with its state."""
-        state = self._state(queue_id)
-        state.consumed = consumed
-        return WithState(copies, _copy(state), spec, calls=False)
+        saved = _copy(self._state(queue_id))
+        saved.consumed = consumed  # in the checkpoint only: a save does not change the model, and is not replayed
+        return WithState(copies, saved, spec, calls=False)
 
     def prepare(self, queue_id: str, folder: Path) -> NativeState | None:
         """Set the components of a model as in a snapshot, before the engine restores its own part."""

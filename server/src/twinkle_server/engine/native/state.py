@@ -45,7 +45,7 @@ class NativeState:
         template: encodes conversations.
         processor: collates rows.
         metrics: added ones: name, options, and whether for training (None: both).
-        consumed: number of samples that the client has consumed, as of its last save.
+        consumed: samples that the client had consumed at the checkpoint; of a model, at the one that it last loaded.
         pending_tokens: tokens since the last step, whose outputs wait for metrics.
         forward: last `forward`, until its `backward`.
         forward_only: last `forward_only`, until the next.
