@@ -73,7 +73,7 @@ class Generation:
     end: dict[str, Any] | None = None
     error: ServiceError | None = None
     charge: Callable[[int], None] = lambda tokens: None
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())  # looked up late: simulations replace it
     _parts: list[Part] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 

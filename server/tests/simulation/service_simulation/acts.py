@@ -449,7 +449,8 @@ async def look_at_status(world: World, clients: list[Client], draw: random.Rando
     demand(status["ready"] and not status["draining"] and status["store"] == "writable", f"{status}")
     demand((status["engine"], status["last_pass"]) == ("up", "no failure"), f"{status}")
     demand((status["open_futures"], status["polls"], status["in_engine"]) == (0, 0, 0), f"{status}")
-    demand(sum(status["sessions"].values()) == len(clients), f"{status['sessions']}")
+    sessions = len(clients) + len(world.natives)
+    demand(sum(status["sessions"].values()) == sessions, f"{status['sessions']}")
     demand(sum(status["models"].values()) >= len(world.trainers), f"{status['models']}")
     demand(service.queue_state("x") == ("active", None), f"{service.queue_state('x')}")
     counts = status["engine_restarts"], status["queues"]

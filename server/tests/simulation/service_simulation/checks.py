@@ -49,7 +49,7 @@ def _books(world: World) -> list[int]:
     return [
         len(service.futures), len(dispatcher.in_flight), dispatcher.restoring, dispatcher._window.used,
         len(service.unrecorded), sum(len(queue.order.ready) for queue in dispatcher.queues.values()),
-        len(service.outcomes._queue), len(dispatcher._senders), len(dispatcher._loading), len(dispatcher._burials),
+        len(service.generations), len(service.outcomes._queue), len(dispatcher._senders), len(dispatcher._loading), len(dispatcher._burials),
     ]  # fmt: skip
 
 
@@ -61,7 +61,11 @@ def check_books(life: Life) -> None:
     futures, dispatcher = service.futures, service.dispatcher
     here = [entry.operation for entry in futures._open.values()]
     demand(futures.waiting == Counter(each.tenant for each in here) and all(futures.waiting.values()), "who waits")
-    demand(all(service.queued(each.tenant) == futures.waiting[each.tenant] for each in here[:2]), "how many wait")
+    streams = service.generations.of_tenants
+    waits = {each.tenant: futures.waiting[each.tenant] + streams[each.tenant] for each in here[:2]}
+    demand(all(service.queued(tenant) == count for tenant, count in waits.items()), "how many wait")
+    running = Counter(each.tenant for each in service.generations._running.values())
+    demand(streams == running and all(streams.values()), "which streams run")
     queues = dispatcher.queues
     flights = {number: flight for queue in queues.values() for number, flight in queue.in_flight.items()}
     demand(flights == dispatcher.in_flight, "what the engine has")
@@ -181,7 +185,7 @@ def check_usage(world: World, raw: sqlite3.Connection) -> None:
     if world.kills or world.aged or world.planned.refuse:
         return  # a crash loses what was not written, and the rows of old operations are deleted
     names = "CASE kind WHEN 'sample' THEN 'sampling_sample' ELSE 'training' END"
-    kinds = "('forward', 'forward_backward', 'sample')"
+    kinds = "('forward', 'forward_backward', 'native_pass', 'sample')"
     query = f"SELECT tenant, {names}, sum(tokens) FROM operations WHERE status = 'done' AND kind IN {kinds}"
     expected = {row[:2]: row[2] for row in map(tuple, raw.execute(f"{query} AND tokens > 0 GROUP BY 1, 2"))}
     rows = map(tuple, raw.execute("SELECT tenant, kind, sum(tokens) FROM usage WHERE tenant < 'x' GROUP BY 1, 2"))

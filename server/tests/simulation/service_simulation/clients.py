@@ -9,8 +9,8 @@ from typing import Any
 
 from service_simulation.bodies import LORA, metrics_of, pass_body, row_ids, sampled_tokens
 from service_simulation.engine import BREAK, DIE, ERROR, FATAL, HANG
-from service_simulation.reference import Event, History, Kind, Source, State, Violation, as_metrics, demand
-from service_simulation.service import Answer, Call
+from service_simulation.reference import Chat, Event, History, Kind, Source, State, Violation, as_metrics, demand
+from service_simulation.service import CHAT, Answer, Call
 from service_simulation.world import Lost, World
 
 AGAIN = (408, 429, 500, 503)
@@ -272,6 +272,10 @@ class Trainer:
         wanted = self.history.after(number).version()[:most]
         demand(found is None or all(tokens == wanted for tokens in found), f"{sampler} sampled {found}, not {wanted}")
 
+    async def chat(self) -> None:
+        """Ask for tokens of the present weights, as the chat endpoints do."""
+        await chat(self.client, self.history, lambda: self._following - 1)
+
     def load(self, path: str, source: Source, optimizer: bool = True) -> Coroutine[Any, Any, None]:
         """Put a checkpoint in place."""
         event = self._event("load", source=source, optimizer=optimizer)
@@ -344,10 +348,34 @@ class Trainer:
         event.ending = "cancelled" if event.error == CANCELLED else "failed"
 
 
+async def chat(client: Client, history: History, last: Callable[[], int]) -> None:
+    """Ask for tokens of the present weights of a model; an answer that ends early is none.
+
+    Args:
+        client: who asks.
+        history: of the model.
+        last: returns the number of the last operation that was asked for.
+    """
+    first, most = history.over(), client.draw.choice([1, 3, 40])
+    body = {"model": history.model, "tokens": [7, 8], "max_tokens": most, "count": client.draw.choice([1, 2])}
+    try:
+        async with asyncio.timeout(2 * PATIENCE):
+            answer = await client.ask(CHAT, body)
+    except TimeoutError as error:
+        raise Violation(f"a stream of {history.model} does not end") from error
+    found = answer.json()
+    if answer.status != 200:
+        words = (*client.world.excuses, *history.excuses)
+        demand(any(word in str(found) for word in words), f"a stream failed: {answer.status} {found}")
+        return
+    demand(found["sampled"] == sum(len(sample["tokens"]) for sample in found["samples"]), f"tokens are missing {found}")
+    history.chats.append(Chat(first, last(), most, found["samples"]))
+
+
 Program = Callable[[Trainer], Awaitable[None]]
 WORDS = (
     ("train", 30), ("big", 3), ("step", 25), ("read", 12), ("save", 3), ("sample", 2), ("freeze", 1), ("inflight", 2),
-    ("load", 3), ("bad step", 2), ("bad row", 3), ("conflict", 2), ("repeat", 3), ("lose", 1), ("wait", 4),
+    ("load", 3), ("chat", 4), ("bad step", 2), ("bad row", 3), ("conflict", 2), ("repeat", 3), ("lose", 1), ("wait", 4),
 )  # fmt: skip
 
 
@@ -379,6 +407,7 @@ def _work(trainer: Trainer, word: str) -> Coroutine[Any, Any, None] | None:
         "save": trainer.save,
         "sample": trainer.save_sampler,
         "freeze": lambda: trainer.freeze("snapshot"),
+        "chat": trainer.chat,
         "bad step": lambda: trainer.step(beta1=2.0),
         "bad row": lambda: trainer.train(1, bad=draw.choice([ERROR, ERROR, BREAK, DIE, FATAL, HANG])),
         "conflict": trainer.conflict,

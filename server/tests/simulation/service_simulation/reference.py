@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Kind = Literal["create", "train", "read", "step", "save", "load", "unload"]
+from service_simulation import native
+
+Kind = Literal[
+    "create", "train", "read", "step", "save", "load", "unload",
+    "pass", "only", "graph", "score", "backward", "due step", "measure", "weights", "metric", "scheduler",
+]  # fmt: skip
+"""Of an operation; those of the second line are native ones."""
 Ending = Literal["done", "failed", "cancelled"]
 
 
@@ -20,11 +26,25 @@ def demand(holds: bool, what: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a model is: rows applied by steps, rows that wait for one, and the number of steps."""
+    """What a model is: rows applied by steps, rows that wait for one, and the number of steps.
+
+    The other fields are those of native models: what metrics have seen, counters, and what later calls continue.
+    """
 
     applied: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
     steps: int = 0
+    seen: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] = ()
+    cur_step: int = 0
+    calls: int = 0
+    accumulation: int = 1
+    graph: tuple[int, ...] | None = None
+    scored: bool = False
+    staged: tuple[int, ...] | None = None
+    training: bool = True
+    metrics: int = 0
+    scheduler: int | None = None
 
     def version(self) -> list[int]:
         """Return the tokens that a sample of this state has."""
@@ -59,6 +79,9 @@ class Event:
         error: of a failure.
         seen: what a read showed.
         norm: gradient norm that a step reported: the number of rows that waited.
+        value: what a native call returned, or the name of the error that it raised.
+        options: of a native call: whether it is for training, its number of samples, or the number of backward calls
+            for each step.
     """
 
     number: int
@@ -72,6 +95,25 @@ class Event:
     error: str = ""
     seen: State | None = None
     norm: float | None = None
+    value: Any = None
+    options: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A streamed request for the present weights of a model.
+
+    Attributes:
+        first: number up to which all operations were over when it was sent.
+        last: of the operations that were asked for when its answer came.
+        most: number of tokens that it asked for.
+        samples: tokens and stop reason of each sequence.
+    """
+
+    first: int
+    last: int
+    most: int
+    samples: list[dict[str, Any]]
 
 
 @dataclass
@@ -84,6 +126,7 @@ class History:
         events: by number.
         lost: numbers whose requests were never sent, or much too late.
         excuses: parts of error texts with which any of its operations may fail.
+        chats: streamed requests for its present weights.
     """
 
     model: str
@@ -91,6 +134,7 @@ class History:
     events: dict[int, Event] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     excuses: tuple[str, ...] = ()
+    chats: list[Chat] = field(default_factory=list)
     _states: list[State] = field(default_factory=lambda: [State()])
 
     def add(self, event: Event) -> Event:
@@ -127,9 +171,25 @@ class History:
                 continue
             before = self.after(number - 1)
             if event.seen is not None:
-                demand(event.seen == replace(before, steps=0), f"{where} saw {event.seen}, and the replay is {before}")
+                same = (event.seen.applied, event.seen.pending) == (before.applied, before.pending)
+                demand(same, f"{where} saw {event.seen}, and the replay is {before}")
+            if event.ending == "done" and event.kind in native.KINDS:
+                native.check(event, before, where)
             if event.norm is not None:
                 demand(event.norm == len(before.pending), f"{where} stepped on {event.norm} rows, not {before.pending}")
+        for chat in self.chats:
+            versions = [self.after(number).version() for number in range(chat.first, chat.last + 1)]
+            wanted = [(each[: chat.most], "stop" if len(each) <= chat.most else "length") for each in versions]
+            for sample in chat.samples:
+                found = sample["tokens"], sample["stop"]
+                demand(found in wanted, f"{self.model} answered {found} between {chat.first} and {chat.last}: {wanted}")
+
+    def over(self) -> int:
+        """Return the number up to which it is known how all operations ended."""
+        number = 0
+        while (event := self.events.get(number)) is not None and event.ending is not None:
+            number += 1
+        return number - 1
 
     def _behind_a_gap(self, number: int) -> bool:
         """Return whether a number was lost before this one, and nothing was done in between."""
@@ -146,6 +206,8 @@ class History:
 def _applied(state: State, event: Event | None) -> State:
     if event is None or event.ending != "done":
         return state
+    if event.kind in native.KINDS or event.options:
+        return native.applied(state, event)
     if event.kind == "train":
         return replace(state, pending=(*state.pending, *event.rows))
     if event.kind == "step":

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,15 @@ import orjson
 from service_simulation.disk import SimulatedDatabase
 from service_simulation.virtual import PROCESS, Process
 from starlette.requests import Request
+from starlette.responses import Response
 
-from twinkle_server.app_state import AppState
+from twinkle_server.app_state import AppState, app_state_of, caller_of
 from twinkle_server.application import PREFIX, tinker_routes
+from twinkle_server.chat.models import resolve
 from twinkle_server.engine import messages
 from twinkle_server.errors import Busy, ServiceError
+from twinkle_server.native.routes import native_routes
+from twinkle_server.operations import Generate
 from twinkle_server.requests import json_response as answer
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
@@ -28,6 +33,8 @@ from twinkle_server.store.tenants import UsageLog
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Limited, Meter
 
+CHAT = "/simulated/chat"
+"""The chat endpoints without texts: tokens of the weights of a name, streamed by the engine, as one answer."""
 _FLUSH = 10.0
 _endpoints: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -97,6 +104,7 @@ class Counted:
         replays: operations that were repeated.
         deaths: of engines, by reason.
         gauges: functions that say how much there is of something.
+        streams: of streamed requests.
     """
 
     def __init__(self, usage: UsageLog) -> None:
@@ -107,6 +115,7 @@ class Counted:
         self.sizes = self.replays = 0
         self.deaths: Counter[str] = Counter()
         self.gauges: dict[str, Callable[[], float]] = {}
+        self.streams: Any = Streams()
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
         if outcome == "done":
@@ -136,6 +145,23 @@ class Counted:
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         self.gauges[name] = read
+
+
+class Streams:
+    """What a life of the service counted of streamed requests.
+
+    Attributes:
+        ended: how many, by outcome.
+        tokens: of those that are done.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.tokens = 0
+
+    def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
+        self.ended[outcome] += 1
+        self.tokens += tokens if outcome == "done" else 0
 
 
 class Life:
@@ -177,6 +203,7 @@ class Life:
         self.usage = UsageLog(self.store.usage)
         self.counted = Counted(self.usage)
         self.service = Service(settings, self.store, self.counted, self._start_child)
+        self.service.generations._figures = self.counted.streams  # they are no operations of the log
         self.service.janitor.add("usage", _FLUSH, self.usage.flush)
         await self.service.start()
         state = AppState(Limited(self.service, Meter(self.service.queued)), self.store, settings)
@@ -205,13 +232,14 @@ class Life:
     async def _answer(self, call: Call) -> Answer:
         data = call.body if isinstance(call.body, bytes) else orjson.dumps({} if call.body is None else call.body)
         kind = "application/x-protobuf" if isinstance(call.body, bytes) else "application/json"
-        headers = [(b"content-type", kind.encode())]
+        headers = [] if "content-type" in call.headers else [(b"content-type", kind.encode())]
         headers += [(name.encode(), value.encode()) for name, value in call.headers.items()]
         who = Caller(call.tenant, call.tenant, quotas=call.quotas)
         CURRENT.set(who)
         scope = {
             "type": "http", "method": call.method, "path": PREFIX + call.path, "headers": headers, "caller": who,
-            "query_string": urlencode(call.query).encode(), "app": self._application, "call": call,
+            "path_params": dict(call.values), "query_string": urlencode(call.query).encode(),
+            "app": self._application, "call": call,
         }  # fmt: skip
         parts: list[Any] = [{"type": "http.request", "body": data}]
         got: list[Any] = []
@@ -231,7 +259,10 @@ class Life:
     async def _endpoint(self, scope: Any, receive: Any, send: Any) -> None:
         call: Call = scope["call"]
         try:
-            response = await endpoints()[call.method, call.path](Request(scope, receive), **call.values, **call.query)
+            endpoint = endpoints()[call.method, call.path]
+            known = inspect.signature(endpoint).parameters
+            given = {name: value for name, value in {**call.values, **call.query}.items() if name in known}
+            response = await endpoint(Request(scope, receive), **given)
         except ServiceError as error:
             headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
             response = answer({"detail": error.message}, error.status)
@@ -254,8 +285,27 @@ class _Application:
 def endpoints() -> dict[tuple[str, str], Callable[..., Any]]:
     """Return the functions that answer requests, by method and path of the route."""
     if not _endpoints:
-        for route in tinker_routes().routes:
+        for route in (*tinker_routes().routes, *native_routes().routes):
             found: Any = route
             for method in found.methods:
                 _endpoints[method, found.path.removeprefix(PREFIX)] = found.endpoint
+        _endpoints["POST", CHAT] = _chat
     return _endpoints
+
+
+async def _chat(request: Request) -> Response:
+    state, caller = app_state_of(request), caller_of(request)
+    body = orjson.loads(await request.body())
+    target = await resolve(state, caller, body["model"])
+    params = {"max_tokens": body["max_tokens"], "num_samples": body["count"]}
+    generate = Generate(body["tokens"], params, target.source, target.model)
+    generation = await state.service.generate(caller.tenant, generate)
+    samples: list[dict[str, Any]] = [{"tokens": [], "stop": None} for _ in range(body["count"])]
+    try:
+        while parts := await generation.parts():
+            for part in parts:
+                samples[part.sample]["tokens"] += part.tokens
+                samples[part.sample]["stop"] = part.stop_reason
+    finally:
+        generation.cancel()
+    return answer({"samples": samples, "sampled": generation.sampled})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from service_simulation.acts import ACTS, look_at_status
 from service_simulation.checks import check_books, check_counts, check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
+from service_simulation.native_clients import NativeSession
 from service_simulation.parts.driving import drive_parts
 from service_simulation.reference import Violation, demand
 from service_simulation.virtual import run_as
@@ -55,7 +56,8 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, size: int = 
         except BaseExceptionGroup as group:
             raise _first_of(group) from group
         demand(not world.problems, f"seed {seed}: {world.problems[:3]}")
-        operations = sum(len(trainer.history.events) for trainer in world.trainers) + world.samples
+        histories = [each.history for each in (*world.trainers, *world.natives)]
+        operations = sum(len(history.events) + len(history.chats) for history in histories) + world.samples
         return Report(
             seed, world.fingerprint(), operations, world.requests, world.starts, world.deaths, world.clock.now - 1000.0
         )
@@ -87,8 +89,7 @@ class _Simulation:
             world.calm()
             disturbing.cancel()
             await self._first(asyncio.create_task(self._settle()), alive)
-            for trainer in world.trainers:
-                trainer.history.check(world.excuses)
+            self._check()
             await self._first(asyncio.create_task(self._act()), alive)
             await self._first(asyncio.create_task(self._again()), alive)
             for beating in self._beating:
@@ -118,6 +119,10 @@ class _Simulation:
                     client = Client(world, tenant, name, random.Random(f"{name} {world.seed}"))
                     self._clients.append(client)
                     tasks.create_task(self._session(client))
+            for number in range(draw.choice([0, 1, 2])):
+                tenant = f"native-{number}"
+                session = NativeSession(world, tenant, random.Random(f"{tenant} {world.seed}"))
+                tasks.create_task(self._native(session))
 
     async def _session(self, client: Client) -> None:
         await client.open()
@@ -132,8 +137,18 @@ class _Simulation:
         if await trainer.create():
             await follow(trainer, self._size * trainer.draw.choice([5, 20, 40]))
 
+    async def _native(self, session: NativeSession) -> None:
+        if await session.open():
+            self._beating.append(asyncio.create_task(session.beat()))
+            await session.follow(self._size * session.draw.choice([5, 20, 40]))
+
     async def _settle(self) -> None:
         """Read every model once more."""
+        for session in self._world.natives:
+            if session.history.events[0].ending == "done" and not self._world.aged:
+                await session.read()
+            if not session.finished:
+                await session.finish()
         for client in self._clients:
             for trainer in client.models:
                 if not trainer.gone:
@@ -147,6 +162,10 @@ class _Simulation:
             self._world.note(f"act {ACTS[place].__name__}")
             await ACTS[place](self._world, self._clients, self._draw)
 
+    def _check(self) -> None:
+        for each in (*self._world.trainers, *self._world.natives):
+            each.history.check(self._world.excuses)
+
     async def _again(self) -> None:
         """End the service, start it anew from the disk alone, and read every model once more."""
         world = self._world
@@ -157,8 +176,7 @@ class _Simulation:
         await check_counts(world)
         await world.stop()
         await self._settle()
-        for trainer in world.trainers:
-            trainer.history.check(world.excuses)
+        self._check()
         await check_idle(world)
 
 

@@ -8,6 +8,7 @@ import random
 import secrets
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 
 START = 2_000_000_000.0
 """Wall-clock time at which a simulation begins; later than the real time of any file that it writes."""
-_PACKAGES = ("twinkle_server", "ledger_engine")
+_PACKAGES = ("twinkle_server", "twinkle_client", "ledger_engine")
 _RESOLUTION = 1e-7
 """Seconds within which timers count as due at the same time."""
 
@@ -106,15 +107,16 @@ def seeded_secrets(draw: random.Random) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def replaced_modules(clock: Clock, draw: random.Random) -> Iterator[None]:
-    """Give the service's modules the simulated clock and random numbers in place of `time` and `secrets`."""
-    stand_ins: dict[Any, Any] = {time: clock.module(), secrets: seeded_secrets(draw)}
+    """Give the modules of service and client the simulated clock and random numbers."""
+    uuids = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=draw.randbytes(16).hex()))
+    stand_ins: dict[Any, Any] = {time: clock.module(), secrets: seeded_secrets(draw), uuid: uuids}
     replaced: list[tuple[Any, str, Any]] = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in _PACKAGES:
             continue
-        for attribute in ("time", "secrets"):
+        for attribute in ("time", "secrets", "uuid"):
             original = vars(module).get(attribute)
-            if original is time or original is secrets:
+            if original is time or original is secrets or original is uuid:
                 replaced.append((module, attribute, original))
                 setattr(module, attribute, stand_ins[original])
     try:

@@ -116,7 +116,8 @@ class World:
     Attributes:
         faults: what goes wrong at the moment; none of it while the world ends.
         planned: what went wrong before.
-        trainers: models of all clients.
+        trainers: models of all clients of the Tinker protocol.
+        natives: sessions of native clients.
         deaths: of engines, however they came.
         kills: of the service.
         stops: of the service while clients worked.
@@ -152,6 +153,7 @@ class World:
         )  # fmt: skip
         self.planned = self.faults
         self.trainers: list[Any] = []
+        self.natives: list[Any] = []
         self._tokens = itertools.count(1000)
         self.life: Life | None = None
         self.engine: SimulatedEngine | None = None

@@ -369,8 +369,8 @@ class NativeModels:
             restore: restores the engine's part again: a loss that is calculated again counts for metrics again.
         """
         self._states[queue_id] = state
-        ref, training = self._refs.ref(queue_id), state.training
-        if (staged := state.forward_only) is not None:
+        ref = self._refs.ref(queue_id)
+        if (staged := state.forward_only) is not None and not state.training:  # else no later call scores it
             composition = None if staged.composition is None else Composition.parse(staged.composition)
             operation, finish = self.operation(queue_id, staged.payload, 0, composition)
             [outcome] = self._engine.run([operation])
@@ -380,7 +380,6 @@ class NativeModels:
                 self._score(queue_id, ref, state, payload)
             restore()
             state.forward_only = staged
-        state.training = training
         if state.forward is not None and state.training:
             self._recover_graph(queue_id, ref, state, losses=True)
 
