@@ -130,11 +130,11 @@ class AsyncLink:
             LinkClosed: the other end has closed the link.
         """
         try:
-            head, body = SIZES.unpack(await self._reader.readexactly(SIZES.size))
-            frame = await self._reader.readexactly(head + body)
+            sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
+            head, body = [await self._reader.readexactly(size) for size in sizes]
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise LinkClosed("the engine closed the socket") from error
-        return Message.unpack(frame[:head], frame[head:])
+        return Message.unpack(head, body)
 
     def close(self) -> None:
         """Close the socket, which ends the engine."""

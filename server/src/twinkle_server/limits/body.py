@@ -110,8 +110,10 @@ class Turnstile:
 
 _GRACE = 30.0  # seconds that a body may reserve, whatever its size
 _SLOWEST = 64 * 2**10  # minimum bytes per second after that
-_ON_A_THREAD = 96 * 2**10  # larger bodies are processed on a thread; a pass of 4,096 tokens has 64 KiB
-_PARTS = 64  # maximum number of parts per row; legitimate rows have up to 30
+ON_A_THREAD = 96 * 2**10
+"""Size in bytes above which a body is processed on a thread; a pass of 4,096 tokens has 64 KiB (50 µs)."""
+PARTS = 64
+"""Maximum number of parts per row of a pass; legitimate rows have up to 30."""
 PASSES = frozenset({"/api/v1/forward_backward", "/api/v1/forward"})
 """Paths whose bodies may be protobuf."""
 NATIVE = "/twinkle/"
@@ -157,7 +159,7 @@ class BodyLimitMiddleware:
             share.close()
             return
         try:
-            if len(body) > _ON_A_THREAD:
+            if len(body) > ON_A_THREAD:
                 await self._turnstile.through()
             await self._app(scope, _replay(body, receive), send)
         finally:
@@ -182,22 +184,19 @@ class BodyLimitMiddleware:
                 await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.reserve),
             )
             share.release(len(packed))
-        large = len(body) > _ON_A_THREAD
         if scope["path"] in PASSES and "protobuf" in (header(scope, b"content-type") or ""):
-            if large:
-                await asyncio.to_thread(check_parts, body, _PARTS * self._limits.datums)
-            return body
+            return body  # its endpoint calls `check_parts` on the thread that parses it
         if scope["path"].startswith(NATIVE) and wire.CONTENT_TYPE in (header(scope, b"content-type") or ""):
             text = wire.head_of(body)
         else:
             text = body
-        if large or not is_flat(text):
+        if len(body) > ON_A_THREAD or not is_flat(text):
             await asyncio.to_thread(self._check_json, text, share)
         return body
 
     def _check_json(self, body: bytes, share: Share) -> None:
         check_depth(body)
-        if len(body) > _ON_A_THREAD:
+        if len(body) > ON_A_THREAD:
             check_weight(body, self.budget.size - share.reserved, share.reserve)
 
     async def _read(self, receive: Any, share: Share) -> bytes:
@@ -301,11 +300,15 @@ def check_parts(body: bytes, limit: int) -> None:
     Raises:
         TooLarge: the limit is exceeded.
     """
+    if not has_parts(body, limit):
+        raise TooLarge(f"the request body must have at most {limit} parts; send fewer rows at a time")
+
+
+def has_parts(body: bytes, limit: int) -> bool:
+    """Return whether a pass has at most `limit` parts; see `check_parts`."""
     from twinkle_server.wire import tinker_pb2 as pb
 
-    left = _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), limit)
-    if left < 0:
-        raise TooLarge(f"the request body must have at most {limit} parts; send fewer rows at a time")
+    return _count(pb.ForwardBackwardRequest.DESCRIPTOR, body, 0, len(body), limit) >= 0
 
 
 def _count(kind: "Descriptor", body: bytes, place: int, end: int, left: int) -> int:

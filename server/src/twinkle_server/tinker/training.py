@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of
 from twinkle_server.errors import BadRequest, Unprocessable
+from twinkle_server.limits.body import ON_A_THREAD, PARTS, check_parts, has_parts
 from twinkle_server.operations import OptimStep, Submission
 from twinkle_server.requests import (
     Body,
@@ -27,7 +28,7 @@ from twinkle_server.telemetry.logs import holds_key
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
 
 router = APIRouter()
-_ON_A_THREAD = 96 * 2**10  # bytes; for less, a thread costs more than parsing (4k tokens: 50 µs)
+_COPIED, _FEW = 2**20, 64  # bytes and parts: parsing few long arrays copies them, which takes less time than a thread
 _NUMBERS = range(1, 2**31)
 _ENCODINGS = {
     "requestBody": {
@@ -77,9 +78,10 @@ async def forward(request: Request) -> Response:
 
 async def _submit_pass(request: Request, name: str) -> Response:
     caller, state = caller_of(request), app_state_of(request)
-    data = await request.body()
-    arguments = (data, None if _is_protobuf(request) else name, state.settings.limits)
-    body = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
+    data, protobuf = await request.body(), _is_protobuf(request)
+    arguments = (data, None if protobuf else name, state.settings.limits)
+    at_once = len(data) <= ON_A_THREAD or (protobuf and len(data) <= _COPIED and has_parts(data, _FEW))
+    body = read_pass(*arguments) if at_once else await asyncio.to_thread(read_pass, *arguments)
     return await _submit(state, caller, body, await owned_model(state, caller, body.model))
 
 
@@ -109,6 +111,7 @@ def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
 
     Raises:
         BadRequest: it cannot be parsed.
+        TooLarge: it has too many parts.
         Unprocessable: model or sequence number are missing or invalid.
     """
     return _from_json(data, name, limits) if name is not None else _from_protobuf(data, limits)
@@ -117,6 +120,8 @@ def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
 def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
     from twinkle_server.wire.codec import parse_request
 
+    if len(data) > ON_A_THREAD:  # walking the parts of less takes longer than parsing them
+        check_parts(data, PARTS * limits.datums)
     try:
         message = parse_request(data)
     except ValueError as error:

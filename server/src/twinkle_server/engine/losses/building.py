@@ -174,7 +174,7 @@ def _check_tokens(where: str, tokens: Array, context: int, vocabulary: int) -> N
 
 
 def _check_ids(what: str, tokens: Array, vocabulary: int) -> None:
-    if not ((tokens >= 0) & (tokens < vocabulary)).all():
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
         raise UserError(f"tokens of {what} must be between 0 and {vocabulary - 1}, got {wrong}")
 
