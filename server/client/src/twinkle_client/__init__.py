@@ -13,6 +13,7 @@ _WHERE = {
     "TwinkleClient": "twinkle_client.client",
     "TwinkleClientError": "twinkle_client.errors",
     "current_client": "twinkle_client.client",
+    "download_tokenizer": "twinkle_client.tokenizers",
     "init_tinker_client": "twinkle_client.tinker",
     "init_twinkle_client": "twinkle_client.client",
     "vLLMSampler": "twinkle_client.sampler",
@@ -25,6 +26,7 @@ __all__ = [
     "TwinkleClient",
     "TwinkleClientError",
     "current_client",
+    "download_tokenizer",
     "init_tinker_client",
     "init_twinkle_client",
     "vLLMSampler",
@@ -56,3 +58,4 @@ if TYPE_CHECKING:
     from twinkle_client.sampler import TorchSampler as TorchSampler
     from twinkle_client.sampler import vLLMSampler as vLLMSampler
     from twinkle_client.tinker import init_tinker_client as init_tinker_client
+    from twinkle_client.tokenizers import download_tokenizer as download_tokenizer

@@ -19,7 +19,13 @@ def init_tinker_client(base_url: str | None = None, api_key: str | None = None) 
         api_key: key of the tenant; by default `TWINKLE_SERVER_TOKEN`. A service without keys accepts any; one that does
             not begin with `tml-` gets this prefix, as the SDK would refuse it.
     """
+    url, key = address_and_key(base_url, api_key)
+    os.environ["TINKER_BASE_URL"] = url
+    os.environ["TINKER_API_KEY"] = key if key.startswith(_PREFIX) else _PREFIX + key
+
+
+def address_and_key(base_url: str | None, api_key: str | None) -> tuple[str, str]:
+    """Return the address and the key of a service: the arguments, or those of the environment."""
     url = base_url or os.environ.get("TWINKLE_SERVER_URL") or os.environ.get("TINKER_BASE_URL") or DEFAULT_URL
     key = api_key or os.environ.get("TWINKLE_SERVER_TOKEN") or os.environ.get("TINKER_API_KEY") or "local"
-    os.environ["TINKER_BASE_URL"] = url.rstrip("/").removesuffix("/api/v1")
-    os.environ["TINKER_API_KEY"] = key if key.startswith(_PREFIX) else _PREFIX + key
+    return url.rstrip("/").removesuffix("/api/v1"), key
