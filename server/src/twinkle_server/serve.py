@@ -425,9 +425,11 @@ def _show_ready(settings: Settings, presence: status.Presence, listener: socket.
     """Tell commands on this machine and the reader of standard output that the service is ready."""
     status.announce(settings.data, replace(presence, ready=True))
     host, port = listener.getsockname()[:2]
-    url = f"{urlsplit(presence.url).scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
+    url = f"{urlsplit(presence.url).scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     systemd.notify(READY="1", STATUS=f"Serving {settings.served_name} at {url}")
     _print(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
+    if settings.root_path:
+        _print(f"Clients use the address of the proxy, which ends with {settings.root_path}")
 
 
 def local_url(host: str, port: int, encrypted: bool = False) -> str:

@@ -30,6 +30,8 @@ from serving import Served, commanded
 
 from twinkle_server import tls
 from twinkle_server.cli.server import main as server
+from twinkle_server.cli.top import Unreachable
+from twinkle_server.cli.top import main as top
 
 SECONDS = 30.0
 SDK = """
@@ -163,8 +165,12 @@ def test_a_certificate_is_served_and_renewed_without_a_restart(
     wait(lambda: presented(secure) == renewed, "the renewed certificate is not served")
     assert status(secure.data).startswith("serves ledger_model"), "it knows the new certificate"
     known = (secure.data / "server.json").read_text()
+    assert "ready, engine up" in CliRunner().invoke(top, ["--data", str(secure.data), "--once"]).output
     (secure.data / "server.json").write_text(known.replace(tls.fingerprint(own.cert), "0" * 64))
     assert "does not respond" in status(secure.data), "the token is sent to no other certificate"
+    refused = CliRunner().invoke(top, ["--data", str(secure.data), "--once"])
+    assert isinstance(refused.exception, Unreachable)
+    assert "the certificate is not that of the server" in str(refused.exception)
     (secure.data / "server.json").write_text(known)
     own.cert.write_text("no certificate")
     secure.process.send_signal(signal.SIGHUP)

@@ -40,6 +40,7 @@ def test_the_folder_of_a_service_shows_all_of_it(site: Site) -> None:
     ):
         assert expected.replace("forward: ", "") in shown, expected
     assert "\x1b" not in shown
+    assert "ready, engine up" in top("--once", TWINKLE_SERVE_DATA=str(site.served.data))
 
 
 def test_a_users_key_shows_its_tenant(site: Site) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from twinkle_server.telemetry import metrics as module
@@ -91,3 +92,20 @@ def test_requests_are_counted_by_template_and_never_by_what_was_written() -> Non
     assert found["twinkle_http_requests_total", "GET", "unmatched", "404"] == 1
     assert found["twinkle_http_requests_total", "other", "unmatched", "404"] == 1
     assert "secret-id" not in metrics.write().decode()
+
+
+def test_a_service_that_is_not_ready_logs_no_refusal_for_each_probe() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["route"] = type("Route", (), {"path": scope["path"]})()
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+
+    async def send(message: Any) -> None:
+        pass
+
+    metrics = Metrics(b"s")
+    with structlog.testing.capture_logs() as lines:
+        for path in ("/readyz", "/api/v1/optim_step"):
+            scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+            asyncio.run(TelemetryMiddleware(app, metrics)(scope, None, send))
+    assert [line["route"] for line in lines] == ["/api/v1/optim_step"]
+    assert read(metrics)["twinkle_http_requests_total", "GET", "/readyz", "503"] == 1

@@ -460,7 +460,8 @@ def _known_only(
 def _unknown_key(key: str, model: "type[BaseModel]", prefix: Path, source: str) -> str:
     close = nearest(str(key), model.model_fields, 1)
     hint = f"nearest: {'.'.join((*prefix, close[0]))}" if close else f"known: {', '.join(model.model_fields)}"
-    return f"{'.'.join((*prefix, str(key)))}: unknown key{_from(source)}; {hint}"
+    place = f" in {source}" if source else ""
+    return f"{'.'.join((*prefix, str(key)))}: unknown key{place}; {hint}"
 
 
 def _readable(

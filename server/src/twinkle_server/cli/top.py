@@ -17,11 +17,12 @@ import click
 import orjson
 
 from twinkle.errors import ConfigError, TwinkleError
-from twinkle_server.telemetry.status import FOLDER_TOKEN, find
+from twinkle_server.telemetry.status import FOLDER_TOKEN, connect, find
 
 _SECONDS: Final = 10.0
 _LARGEST: Final = 4 * 2**20
 _VARIABLES: Final = ("TWINKLE_API_KEY", "TINKER_API_KEY")
+_FOLDER: Final = "TWINKLE_SERVE_DATA"
 _BOLD, _DIM, _RED, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 State = Mapping[str, Any]
@@ -33,7 +34,9 @@ class Unreachable(TwinkleError, ConnectionError):
 
 @click.command("top", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of a local service."
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a local service; without --url by default $TWINKLE_SERVE_DATA.",
 )
 @click.option("--url", help="Address of a service, instead of --data.")
 @click.option("--key", help="API key for --url; by default $TWINKLE_API_KEY or $TINKER_API_KEY.")
@@ -46,6 +49,8 @@ def main(data: Path | None, url: str | None, key: str | None, interval: float, o
     In a terminal, the view is updated until `q` or Ctrl-C. If the output is not a terminal, each update is printed as
     plain lines. A user's key shows its tenant; an operator's key, and --data, show the whole service.
     """
+    if data is None and url is None and (folder := os.environ.get(_FOLDER)):
+        data = Path(folder)
     if (data is None) == (url is None):
         raise click.UsageError("specify either --data FOLDER or --url URL")
     with _user_errors():
@@ -80,36 +85,43 @@ def _local(data: Path) -> Callable[[], State]:
         presence = find(data)
         if presence is None:
             raise ConfigError(f"no server runs on {data}; start one with `twinkle serve MODEL --data {data}`")
-        return _ask(presence.url, {FOLDER_TOKEN: presence.token})
+        return _ask(presence.url, {FOLDER_TOKEN: presence.token}, lambda: connect(presence))
 
     return read
 
 
 def _remote(url: str, key: str | None) -> Callable[[], State]:
     headers = {"X-API-Key": key} if key else {}
-    return lambda: _ask(url, headers)
-
-
-def _ask(url: str, headers: Mapping[str, str]) -> State:
-    """Return the answer of `GET /twinkle/overview`.
-
-    Raises:
-        ConfigError: the URL is invalid, or the key was refused.
-        Unreachable: the service does not answer.
-    """
     place = urlsplit(url if "://" in url else f"http://{url}")
     if place.scheme not in ("http", "https") or not place.hostname:
         raise ConfigError(f"--url must be http://HOST:PORT or https://HOST, got {url[:200]!r}")
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    connection = kind(place.hostname, place.port, timeout=_SECONDS)
+    host = place.hostname
+    return lambda: _ask(url, headers, lambda: kind(host, place.port, timeout=_SECONDS), place.path.rstrip("/"))
+
+
+def _ask(
+    url: str, headers: Mapping[str, str], connection: Callable[[], http.client.HTTPConnection], prefix: str = ""
+) -> State:
+    """Return the answer of `GET /twinkle/overview`.
+
+    Args:
+        url: of the service, for messages.
+        headers: that give access.
+        connection: makes a connection.
+        prefix: of the path, which a proxy strips.
+
+    Raises:
+        ConfigError: the key was refused.
+        Unreachable: the service does not answer.
+    """
     try:
-        connection.request("GET", f"{place.path.rstrip('/')}/twinkle/overview", headers=dict(headers))
-        response = connection.getresponse()
-        answer = orjson.loads(response.read(_LARGEST))
+        with contextlib.closing(connection()) as opened:
+            opened.request("GET", f"{prefix}/twinkle/overview", headers=dict(headers))
+            response = opened.getresponse()
+            answer = orjson.loads(response.read(_LARGEST))
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unreachable(f"cannot reach the service at {url}: {error}; check that it runs") from error
-    finally:
-        connection.close()
     if response.status != 200 or not isinstance(answer, dict):
         detail = answer.get("detail", "") if isinstance(answer, dict) else ""
         raise ConfigError(f"the service refused the request ({response.status}): {detail}; use --key")

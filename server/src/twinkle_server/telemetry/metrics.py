@@ -154,6 +154,8 @@ def _histogram(
 
 
 UNMATCHED = "unmatched"
+_READY = "/readyz"
+"""Its status is an answer: probes of a service that loads its model for minutes are not refused."""
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _log = structlog.get_logger(__name__)
 
@@ -195,7 +197,7 @@ class TelemetryMiddleware:
         route = getattr(scope.get("route"), "path", None) or UNMATCHED
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status, seconds)
-        if status < 400 or not self._limiter.take():
+        if status < 400 or route == _READY or not self._limiter.take():
             return
         caller = scope.get("caller")
         tenant = caller.tenant if isinstance(caller, Caller) else None

@@ -9,6 +9,7 @@ import os
 import ssl
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,19 +101,31 @@ def ask_ready(data: Path) -> tuple[bool, dict[str, Any]]:
 
 def _get(presence: Presence, path: str) -> tuple[int, dict[str, Any]] | None:
     """Return the status and the JSON of a response; None if the server does not respond."""
+    try:
+        with closing(connect(presence)) as connection:
+            connection.request("GET", path, headers={FOLDER_TOKEN: presence.token})
+            response = connection.getresponse()
+            fields = orjson.loads(response.read(_LARGEST))
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    return (response.status, fields) if isinstance(fields, dict) else None
+
+
+def connect(presence: Presence) -> http.client.HTTPConnection:
+    """Return an open connection to a server on this machine, which has the certificate that the server announced.
+
+    Raises:
+        OSError: the server does not respond, or another program has its port.
+    """
     connection = _connection(presence)
     try:
         connection.connect()
         if not _is_server(connection, presence):
-            return None
-        connection.request("GET", path, headers={FOLDER_TOKEN: presence.token})
-        response = connection.getresponse()
-        fields = orjson.loads(response.read(_LARGEST))
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    finally:
+            raise ConnectionError("the certificate is not that of the server; another program may use its port")
+    except BaseException:
         connection.close()
-    return (response.status, fields) if isinstance(fields, dict) else None
+        raise
+    return connection
 
 
 def _connection(presence: Presence) -> http.client.HTTPConnection:
