@@ -14,7 +14,6 @@ WITHOUT = {
     "backup/generations.py:link_or_copy": _DRAFT,
     "backup/generations.py:remove": "one rename; the next run removes what is left of a crash",
     "backup/making.py:_copy_database": _DRAFT,
-    "backup/making.py:_link": _DRAFT,
     "telemetry/status.py:announce": "tells where a server listens; without it, status reads the database",
     "engine/exports.py:write": "fills a draft, between files.before_write and files.before_manifest",
     "engine/files.py:_place": "fills a draft, between files.before_write and files.before_manifest",

@@ -184,6 +184,7 @@ def data(trained: "Trained", tmp_path: Path) -> "Trained":
 Trained = tuple[Path, str, list[int], dict[int, str]]
 PROGRAM = "import sys; from pathlib import Path; from twinkle_server.{} import *; {}"
 MAKE = PROGRAM.format("backup.making", "backup(Path(sys.argv[1]), Path(sys.argv[2]))")
+KEEP_ONE = PROGRAM.format("backup.making", "backup(Path(sys.argv[1]), Path(sys.argv[2]), keep=1)")
 RESTORE = PROGRAM.format("backup.restoring", "restore_backup(Path(sys.argv[2]), Path(sys.argv[1]))")
 
 
@@ -199,7 +200,9 @@ def killed(program: str, data: Path, to: Path, failpoint: str) -> None:
 def test_an_interrupted_backup_or_restore_continues(data: Trained, tmp_path: Path) -> None:
     folder, model, done, saved = data
     to, new = tmp_path / "backups", tmp_path / "new"
-    for failpoint in ("backup.before_database", "backup.before_copy:4", "backup.before_list", "backup.before_rename"):
+    before = contents(folder)
+    points = ("hold:2", "database", "copy:4", "list", "rename")
+    for failpoint in (f"backup.before_{name}" for name in points):
         killed(MAKE, folder, to, failpoint)
         with pytest.raises(StoreError, match="contains no complete backup"):
             verify_backup(to)
@@ -208,6 +211,12 @@ def test_an_interrupted_backup_or_restore_continues(data: Trained, tmp_path: Pat
     assert made.linked == len(made.listing.files) - 1, "all but the database were copied before"
     assert verify_backup(to)[2] == []
     assert [path.name for path in to.iterdir() if path.name != ".lock"] == [made.folder.name]
+    assert contents(folder) == before, "the folder of the service is as it was"
+    killed(KEEP_ONE, folder, to, "backup.before_remove")
+    assert verify_backup(to)[2] == [], "the old one is gone, the new one is whole"
+    made = backup(folder, to, keep=1)
+    assert [path.name for path in to.iterdir() if path.name != ".lock"] == [made.folder.name]
+    assert verify_backup(to)[2] == []
     killed(RESTORE, new, to, "restore.before_copy:3")
     service = restored(to, new)
     try:
@@ -220,6 +229,12 @@ def test_an_interrupted_backup_or_restore_continues(data: Trained, tmp_path: Pat
     with pytest.raises(StoreError, match="is not an empty folder"):
         restore_backup(to, other)
     assert not (other / "twinkle.db").exists(), "no service starts on half a folder"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a data folder, without the database, whose log the first reader merges into it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("twinkle.db"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def flip(path: Path) -> None:
@@ -380,6 +395,10 @@ def test_folders_that_cannot_be_used_are_refused(data: Trained, tmp_path: Path) 
     with pytest.raises(StoreError, match="backups of another service"):
         backup(folder, to)
     listing = json.loads((made.folder / "backup.json").read_bytes())
+    (made.folder / "backup.json").write_text(json.dumps({**listing, "schema": "9999"}))
+    with pytest.raises(StoreError, match=r"'9999', which is newer than .* install the twinkle-server that wrote it"):
+        restore_backup(made.folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     for content, message in (
         ({**listing, "format": 9}, "has the backup format 9"),
         ({**listing, "files": {"../x": ["0", 0]}}, "outside the backup"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from server_history import read_ledger
 from server_raw import Raw, RawModel, RawSampler, pass_body, row, tokens_of
 from serving import Served, ledger
@@ -110,11 +111,14 @@ def test_its_rows_go_up_and_down_again(database: SqliteDatabase, version: str) -
 
 @pytest.mark.sample(2)
 @each_version
-def test_its_owner_on_another_machine_is_not_robbed(stored: tuple[Path, dict[str, Any]]) -> None:
+def test_its_owner_on_another_machine_is_not_robbed(stored: tuple[Path, dict[str, Any]], version: str) -> None:
     data, _ = stored
-    with pytest.raises(StoreError, match=r"on elsewhere since .*--take-over"):
-        open_store(data)
-    open_store(data, take_over=True).close()
+    with structlog.testing.capture_logs() as lines:
+        with pytest.raises(StoreError, match=r"on elsewhere since .*--take-over"):
+            open_store(data)
+        open_store(data, take_over=True).close()
+    upgraded = {"event": "upgraded the database", "before": version, "after": schema.VERSIONS[-1], "log_level": "info"}
+    assert lines == ([] if version == schema.VERSIONS[-1] else [upgraded]), "once"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import orjson
 
 from twinkle_server.engine.files import sync_directory
 from twinkle_server.errors import StoreError
+from twinkle_server.failpoints import reach
 
 LISTING: Final = "backup.json"
 PARTIAL: Final = ".tmp-partial"
@@ -139,6 +140,7 @@ def remove(generation: Path) -> None:
     """Remove a generation; after a crash in the middle, it is not taken for a complete one."""
     aside = generation.with_name(_REMOVED + generation.name)
     generation.rename(aside)  # atomic, and what is left of a crash is removed by `tidy`
+    reach("backup.before_remove")
     shutil.rmtree(aside, ignore_errors=True)
 
 

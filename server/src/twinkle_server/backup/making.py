@@ -183,6 +183,7 @@ def _link(source: Path, target: Path) -> None:
     except FileNotFoundError:
         return
     if (part / MANIFEST).exists():
+        reach("backup.before_hold")
         part.rename(target)  # within the folder of links, which no crash outlives
 
 

@@ -10,6 +10,7 @@ from twinkle_server.backup.generations import LISTING, Listing, copy, digest_of,
 from twinkle_server.engine.files import sync_directory
 from twinkle_server.errors import StoreError
 from twinkle_server.failpoints import reach
+from twinkle_server.store import schema
 from twinkle_server.store.filesystem import check_local
 from twinkle_server.store.inspection import DATABASE, damage
 
@@ -62,11 +63,17 @@ def restore_backup(folder: Path, data: Path) -> tuple[Path, Listing]:
         The generation, and its list.
 
     Raises:
-        StoreError: the target is not empty, the backup is damaged, or the disk is full or failed.
+        StoreError: the target is not empty, the backup is damaged or of a newer version, or the disk is full or
+            failed.
     """
     if data.exists() and (not data.is_dir() or any(path.name not in (_WORK, "lost+found") for path in data.iterdir())):
         raise StoreError(f"{data} is not an empty folder; choose a new folder for --data")
     generation, listing, problems = verify_backup(folder)
+    if listing.schema not in schema.VERSIONS:
+        raise StoreError(
+            f"the backup {generation} has the database version {listing.schema!r}, which is newer than "
+            f"{schema.VERSIONS[-1]!r} of this program; install the twinkle-server that wrote it, or a newer one"
+        )
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise StoreError(

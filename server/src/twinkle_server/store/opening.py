@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import sqlite
 
@@ -35,6 +36,7 @@ from twinkle_server.store.tenants import Audit, Keys, UsageTable
 from twinkle_server.store.views import Views
 
 _SIZE: Final = 32
+_log = structlog.get_logger(__name__)
 
 
 def read_secret(data: Path) -> bytes:
@@ -161,7 +163,9 @@ def _open(
         if serve:
             handle = lease.lock(database, data)
             check_whole(data)
-        database.write_now(lambda connection: _migrate(connection, serve))
+        before = database.write_now(lambda connection: _migrate(connection, serve))
+        if before not in (None, schema.VERSIONS[-1]):
+            _log.info("upgraded the database", before=before, after=schema.VERSIONS[-1])
         owned = lease.take(database, data, handle, take_over) if serve else None
         return _assemble(data, database, owned, limits, times)
     except BaseException:
@@ -184,13 +188,15 @@ def _prepare_folder(data: Path) -> None:
     sync_folder(data)
 
 
-def _migrate(connection: Connection, serve: bool) -> None:
+def _migrate(connection: Connection, serve: bool) -> str | None:
+    """Bring the database to the version of this program; return its previous version."""
     before = schema.version(connection)
     if not serve and before is not None and before in schema.VERSIONS[:-1]:
         raise StoreError(f"the database has the old version {before!r}; start `twinkle serve` once to upgrade it")
     schema.migrate(connection)
     new = sqlite.insert(meta).values(name="instance", value=new_id())
     connection.execute(new.on_conflict_do_nothing())
+    return before
 
 
 def _assemble(
