@@ -9,20 +9,25 @@ from typing import Any
 
 import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
 import server_sdk as sdk
 import torch
+from native_rows import CONFIG
 from peft import PeftModel
 from serving import Served, pool
 from transformers import AutoModelForCausalLM
 
 from twinkle.testing import tiny_model, tiny_tokenizer
+from twinkle_client import MultiLoraTransformersModel, TwinkleClient
+from twinkle_server.chat.decoding import TokenTexts
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TEMPLATE = Path(__file__).parents[2] / "plugins" / "chat" / "tests" / "chat_templates" / "qwen2_5.jinja"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PROMPT = [5, 6, 7]
+REPEATED = [5, 6, 5, 6, 5]
 SCHEMA = {
     "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False,
 }  # fmt: skip
@@ -114,6 +119,97 @@ def test_options_change_what_is_sampled(client: openai.OpenAI) -> None:
     assert (stopped.text, stopped.finish_reason) == (free.text.partition(stop)[0], "stop")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}, {"min_p": 1.0}],
+    ids=lambda options: next(iter(options), "none"),
+)
+def test_tokens_and_scores_are_those_of_transformers(
+    service: Served, client: openai.OpenAI, options: dict[str, float]
+) -> None:
+    """`min_p=1` leaves the most probable token alone, at any temperature; the rest is greedy with its penalty."""
+    temperature = 2.0 if "min_p" in options else 0.0
+    given = client.completions.create(
+        model=BASE, prompt=REPEATED, max_tokens=8, temperature=temperature, logprobs=2, echo=True, extra_body=options,
+        logit_bias={"258": -100},
+    ).choices[0]  # fmt: skip
+    tokens, scores = greedy(service, options, temperature or 1.0)
+    names = TokenTexts(tiny_tokenizer().backend_tokenizer)
+    assert given.logprobs.tokens == [names[token].name for token in tokens]
+    assert given.logprobs.token_logprobs[1:] == pytest.approx([row[token] for row, token in scores], abs=1e-4)
+    for found, (row, _) in zip(given.logprobs.top_logprobs[1:], scores, strict=True):
+        best = {names[int(token)].name: row[token] for token in np.argsort(-row)[:2]}
+        assert found == pytest.approx(best, abs=1e-4)
+
+
+def greedy(service: Served, options: dict[str, float], temperature: float) -> tuple[list[int], list[tuple[Any, int]]]:
+    """Return a prompt with its greedy continuation, and log-probabilities `[V]` and token of each but the first."""
+    model = AutoModelForCausalLM.from_pretrained(str(Path(service.data).parent / "base")).eval()
+    tokens = list(REPEATED)
+
+    def logits() -> Any:
+        with torch.no_grad():
+            return model(torch.tensor([tokens])).logits[0].double()
+
+    while len(tokens) < len(REPEATED) + 8:
+        last = logits()[-1]
+        for token in set(tokens):
+            penalty = options.get("repetition_penalty", 1.0)
+            last[token] = last[token] / penalty if last[token] > 0 else last[token] * penalty
+            count = tokens[len(REPEATED) :].count(token)
+            last[token] -= options.get("presence_penalty", 0.0) * (count > 0)
+            last[token] -= options.get("frequency_penalty", 0.0) * count
+        last[258] -= 100
+        tokens.append(int(last.argmax()))
+    scored = (logits() / temperature).log_softmax(-1).numpy()
+    return tokens, [(scored[place], token) for place, token in enumerate(tokens[1:])]
+
+
+def test_limits_seeds_and_both_headers(service: Served, client: openai.OpenAI) -> None:
+    options: Any = {"model": BASE, "messages": HELLO, "temperature": 1.5}
+    seeded = [
+        client.chat.completions.create(**options, seed=seed, max_completion_tokens=9).choices[0] for seed in (1, 1, 2)
+    ]
+    texts = [choice.message.content for choice in seeded]
+    assert texts[0] == texts[1] != texts[2]
+    limited = client.chat.completions.create(**options, max_completion_tokens=3, logit_bias={"258": -100})
+    assert (limited.usage.completion_tokens, limited.choices[0].finish_reason) == (3, "length")
+    without = client.chat.completions.create(**options, max_tokens=2, stream=True)
+    assert all(chunk.usage is None for chunk in without), "nobody asked for the usage"
+    body = {"model": BASE, "prompt": PROMPT, "max_tokens": 1}
+    for headers in ({"Authorization": f"Bearer {service.key}"}, {"X-API-Key": service.key}):
+        answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False)
+        assert answer.status_code == 200, headers
+        wrong = {name: f"{value}x" for name, value in headers.items()}
+        answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=wrong, trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"n": 100_000}, "n"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(
+    client: openai.OpenAI, options: Any, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=param) as caught:
+        client.chat.completions.create(model=BASE, messages=HELLO, extra_body=options)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
 def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     for seed in range(3):
@@ -173,6 +269,21 @@ def test_claude_sees_text_tools_and_tokens(claude: anthropic.Anthropic) -> None:
         .content[0]
         .text
     )
+
+
+def test_claude_stops_at_a_sequence_and_refuses_what_it_does_not_know(claude: anthropic.Anthropic) -> None:
+    options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 8, "extra_body": {"temperature": 0}}
+    free = claude.messages.create(**options).content[0].text
+    stop = next(letter for letter in free[1:] if letter.isprintable())
+    stopped = claude.messages.create(**options, stop_sequences=[stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    assert stopped.content[0].text == free.partition(stop)[0]
+    for wrong in ({"no_such": 1}, {"container": "x"}, {"temperature": 1e9}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))) as caught:
+            claude.messages.create(**{**options, "extra_body": wrong})
+        assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key="tml-wrong").messages.create(**options)
 
 
 def test_errors_have_the_form_of_each_api(service: Served, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -266,7 +377,20 @@ def test_a_client_that_leaves_frees_the_engine(service: Served, client: openai.O
                                        logit_bias={"258": -100})  # fmt: skip
     next(iter(stream))
     stream.close()
-    for _ in range(200):
+    freed(service)
+
+
+def test_a_client_that_leaves_before_the_answer_frees_the_engine_too(service: Served) -> None:
+    body = {"model": BASE, "prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "logit_bias": {"258": -100}}
+    headers = {"Authorization": f"Bearer {service.key}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=0.3)
+    freed(service)
+
+
+def freed(service: Served) -> None:
+    """Wait until no streamed request is left."""
+    for _ in range(400):
         figures = httpx.get(f"{service.url}/twinkle/status", headers={"X-API-Key": service.key}, trust_env=False).json()
         if figures["streams"] == 0:
             return
@@ -296,9 +420,7 @@ def test_vectors_of_an_adapter_for_embeddings(service: Served, client: openai.Op
         adapter.save_weights_for_sampler("sampler").result(SECONDS)
         found = [client.embeddings.create(model=name, input=texts) for name in names]
         lists = client.embeddings.create(model=names[0], input=texts, encoding_format="float")
-        export = Path(service.data)  # the checkpoint in PEFT's format, read by transformers and PEFT alone
-        folders = [path.parent for path in export.rglob("adapter_model.safetensors") if "checkpoints" in path.parts]
-        expected = vectors(max(folders, key=lambda folder: folder.stat().st_mtime), service, texts)
+        expected = vectors(newest_export(service), service, texts)
     for answer in found:
         for one, own in zip(answer.data, expected, strict=True):
             assert one.embedding == pytest.approx(own, abs=1e-4)
@@ -310,7 +432,7 @@ def test_vectors_of_an_adapter_for_embeddings(service: Served, client: openai.Op
 
 
 def vectors(adapter: Path, service: Served, texts: list[str]) -> list[list[float]]:
-    """Return normalized last hidden states of the last tokens, by transformers and PEFT."""
+    """Return normalized last hidden states of the last tokens, by transformers and PEFT alone."""
     base = str(Path(service.data).parent / "base")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
     found = []
@@ -320,6 +442,68 @@ def vectors(adapter: Path, service: Served, texts: list[str]) -> list[list[float
             hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
         found.append(torch.nn.functional.normalize(hidden, dim=0).tolist())
     return found
+
+
+def test_an_adapter_trained_with_infonce_answers_after_each_step(service: Served, client: openai.OpenAI) -> None:
+    """Trained through the native client, embedded through OpenAI's: live, saved, and loaded into a new model."""
+    texts = ["ab", "cde", "xyz", "q"]
+    rows = [
+        {"input_ids": tiny_tokenizer().encode(text), "labels": label}
+        for text, label in zip(texts, [1, 0, 1, 0], strict=True)
+    ]
+    options: Any = {"input": texts, "encoding_format": "float"}
+    with TwinkleClient(service.url, service.key) as native:
+        model = MultiLoraTransformersModel(BASE, client=native)
+        model.add_adapter_to_model("a", {**CONFIG, "lora_dropout": 0.0}, seed=5)
+        model.set_loss("InfonceLoss", temperature=0.1)
+        model.set_optimizer("AdamW", lr=3e-2)
+        run = model.training_run_id()
+        for task in ("forward_only", "forward"):
+            getattr(model, task)(inputs=rows, task="embedding")
+        with pytest.raises(openai.BadRequestError, match="not trained for embeddings") as untrained:
+            client.embeddings.create(model=run, **options)
+        assert (untrained.value.param, untrained.value.code) == ("model", "unsupported_model")
+        seen = []
+        for _ in range(2):
+            model.forward_backward(inputs=rows, task="embedding")
+            model.clip_grad_and_step()
+            answer = client.embeddings.create(model=run, **options)
+            seen.append(np.array([entry.embedding for entry in answer.data]))
+            own = model.forward_only(inputs=rows, task="embedding")["embeddings"]
+            np.testing.assert_allclose(seen[-1], own, atol=1e-5)
+        assert np.abs(seen[1] - seen[0]).max() > 1e-2, "the step is seen at once"
+        assert answer.usage.model_dump() == {"prompt_tokens": 9, "total_tokens": 9}
+        saved = {
+            kind: model.save(kind, save_optimizer=kind == "full", is_sampler=kind == "sampler").twinkle_path
+            for kind in ("sampler", "state", "full")
+        }
+        expected = vectors(newest_export(service), service, texts)
+        np.testing.assert_allclose(seen[1], expected, atol=1e-4)
+        loaded = MultiLoraTransformersModel(BASE, client=native)
+        loaded.add_adapter_to_model("b", {**CONFIG, "lora_dropout": 0.0}, seed=6)
+        loaded.load(saved["state"])
+        for name in (*(f"{run}/{name}" for name in saved), saved["sampler"], loaded.training_run_id()):
+            found = [entry.embedding for entry in client.embeddings.create(model=name, **options).data]
+            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
+    cut = client.embeddings.create(model=run, input=[row["input_ids"] for row in rows], dimensions=5)
+    first = seen[1][:, :5] / np.linalg.norm(seen[1][:, :5], axis=1, keepdims=True)
+    np.testing.assert_allclose([entry.embedding for entry in cut.data], first, atol=1e-5)
+    for wrong, param in (
+        ({"dimensions": 4096}, "dimensions"),
+        ({"input": [[5, 10**6]]}, "input"),
+        ({"input": [""]}, "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(**{"model": run, "input": "ab", **wrong})  # type: ignore[arg-type]
+        assert refused.value.param == param
+
+
+def newest_export(service: Served) -> Path:
+    """Return the folder of the newest checkpoint for sampling."""
+    folders = [path.parent for path in Path(service.data).rglob("adapter_model.safetensors")]
+    return max(
+        (folder for folder in folders if "checkpoints" in folder.parts), key=lambda folder: folder.stat().st_mtime
+    )
 
 
 @pytest.mark.full

@@ -58,9 +58,17 @@ class TooLarge(ServiceError):
 
 
 class Unprocessable(ServiceError):
-    """The body can be parsed, but contains an invalid value."""
+    """The body can be parsed, but contains an invalid value.
+
+    Attributes:
+        param: name of the field, where it is known.
+    """
 
     status = 422
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class SequenceConflict(ServiceError):

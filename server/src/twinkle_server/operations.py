@@ -11,7 +11,7 @@ name refers to.
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import orjson
 
@@ -38,6 +38,8 @@ NATIVE: frozenset[Kind] = frozenset({"native_pass", "native_step", "native"})
 """Kinds whose results are frames of the native protocol."""
 Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
+EMBEDDING: Final = "embedding"
+"""The task of models that make vectors of texts."""
 LOST = b"lost"
 """`Submission.original` of a number that was given up: a later request with this number gets that failure."""
 

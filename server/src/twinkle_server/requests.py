@@ -76,7 +76,7 @@ def parse(data: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
-        raise Unprocessable(validation_message(error)) from error
+        raise Unprocessable(validation_message(error), _field(error)) from error
 
 
 def body_schema(kind: type[Body]) -> dict[str, Any]:
@@ -99,9 +99,18 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
 def validation_message(error: ValidationError) -> str:
     """Return the message for a client: each invalid field, and why."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg']}" for item in errors[:8]]
+    lines = [
+        f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg'].removeprefix('Value error, ')}"
+        for item in errors[:8]
+    ]
     more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
     return "; ".join(lines)[:2000] + more
+
+
+def _field(error: ValidationError) -> str | None:
+    """Return the name of the first invalid field of the body; None if the body itself is invalid."""
+    place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
+    return str(place[0]) if place else None
 
 
 def json_response(body: Any, status: int = 200) -> Response:

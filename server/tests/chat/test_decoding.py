@@ -62,4 +62,6 @@ def test_a_token_has_its_bytes(tokenizer: Tokenizer) -> None:
     texts = TokenTexts(tokenizer)
     first, second = (texts[token] for token in tokenizer.encode("é").ids)
     assert bytes(first.data + second.data) == "é".encode()
+    assert (first.name, second.name) == ("bytes:\\xc3", "bytes:\\xa9")
+    assert texts[tokenizer.encode("x").ids[0]].name == "x"
     assert (texts[END].text, bytes(texts[END].data)) == ("<|im_end|>", b"<|im_end|>")

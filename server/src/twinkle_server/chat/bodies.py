@@ -230,4 +230,4 @@ class EmbeddingsBody(Ignored):
         | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=2048)]
     )
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Unsupported = None
+    dimensions: Annotated[int, Field(ge=1, le=2**20)] | None = None

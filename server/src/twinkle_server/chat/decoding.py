@@ -92,6 +92,13 @@ class TokenText:
     text: str
     data: list[int]
 
+    @property
+    def name(self) -> str:
+        r"""A name that no other token has: the text, or `bytes:\xe2\x82` for a part of a character, as OpenAI's."""
+        if _UNFINISHED not in self.text or bytes(self.data) == self.text.encode():
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
 
 class TokenTexts:
     """Texts of single tokens, for log-probabilities.

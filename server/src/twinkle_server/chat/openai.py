@@ -180,7 +180,7 @@ def _params(state: AppState, body: Sampled, max_tokens: int | None) -> dict[str,
     for token in body.logit_bias or ():
         if int(token) >= state.service.info.vocabulary:
             raise InvalidParameter(
-                "logit_bias", f"token ids must be below {state.service.info.vocabulary}, got {token}"
+                "logit_bias", f"token ids of logit_bias must be below {state.service.info.vocabulary}, got {token}"
             )
     params = {name: value for name, value in given.items() if value is not None}
     return {**params, "num_samples": count, "max_tokens": max_tokens}
@@ -209,14 +209,14 @@ async def _prompts(state: AppState, body: CompletionBody) -> list[Prompt]:
     if structure is not None:
         await check_structure(renderer, structure)
     if isinstance(rows[0], str):
-        check_length(state, sum(map(len, rows)))
+        check_length(state, sum(map(len, rows)), "prompt")
         rows = await renderer.texts(rows)
         if not all(rows):
             raise InvalidParameter("prompt", "prompt has no tokens; give at least one")
     vocabulary = state.service.info.vocabulary
     if wrong := [token for row in rows for token in row if token >= vocabulary]:
         raise InvalidParameter("prompt", f"token ids must be below {vocabulary}, got {wrong[0]}")
-    return [Prompt(row, structure=structure) for row in rows]
+    return [Prompt(row, structure=structure, param="prompt") for row in rows]
 
 
 async def respond(request: Request, exchange: Exchange, writer: Any, stream: bool) -> Any:
@@ -408,13 +408,13 @@ class CompletionWriter(_Writer):
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for score in scores:
             token = score if isinstance(score, int) else score.token
-            text = self._texts[token].text
-            lists["tokens"].append(text)
+            text = self._texts[token]
+            lists["tokens"].append(text.name)
             lists["token_logprobs"].append(None if isinstance(score, int) else score.logprob)
-            top = None if isinstance(score, int) else {self._texts[other].text: value for other, value in score.top}
+            top = None if isinstance(score, int) else {self._texts[other].name: value for other, value in score.top}
             lists["top_logprobs"].append(top)
             lists["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text)
+            self._offsets[index] += len(text.text)
         return lists
 
     def whole(self, deltas: Sequence[Delta], exchange: Exchange) -> dict[str, Any]:

@@ -54,12 +54,14 @@ class Prompt:
         tools: whether tool calls are read from the text.
         forced: whether the text is nothing but calls.
         structure: `SamplingParams.structured_outputs` of the text.
+        param: name of the parameter that it came from, for errors.
     """
 
     tokens: list[int]
     tools: bool = False
     forced: bool = False
     structure: Mapping[str, Any] | None = None
+    param: str = "messages"
 
 
 def renderer_of(state: AppState) -> Renderer:
@@ -131,7 +133,7 @@ async def check_structure(renderer: Renderer, structure: Mapping[str, Any]) -> N
         raise InvalidParameter("response_format", str(error)) from error
 
 
-def check_length(state: AppState, characters: int) -> None:
+def check_length(state: AppState, characters: int, param: str = "messages") -> None:
     """Refuse text that cannot fit into the context.
 
     Raises:
@@ -140,7 +142,7 @@ def check_length(state: AppState, characters: int) -> None:
     most = state.service.info.context * _CHARACTERS
     if characters > most:
         raise InvalidParameter(
-            "messages", f"the text has {characters} characters; the model's context of {state.service.info.context} "
+            param, f"the text has {characters} characters; the model's context of {state.service.info.context} "
             f"tokens cannot have more than {most}", "context_length_exceeded",
         )  # fmt: skip
 
@@ -205,7 +207,7 @@ def _room(state: AppState, prompt: Prompt, most: int | None) -> int | None:
     context, length = state.service.info.context, len(prompt.tokens)
     if length >= context:
         raise InvalidParameter(
-            "messages", f"the prompt has {length} tokens; the model's context is {context}", "context_length_exceeded"
+            prompt.param, f"the prompt has {length} tokens; the model's context is {context}", "context_length_exceeded"
         )
     return most if most is None else min(most, context - length)
 

@@ -25,7 +25,7 @@ from twinkle.engine import (
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
-from twinkle_server.engine.exports import WithExport
+from twinkle_server.engine.exports import WithExport, exported_spec
 from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.native.models import Finish, NativeModels
@@ -190,12 +190,12 @@ class Models:
             yield self[embed.model or ""].ref
             return
         with _checkpoint_errors():
-            shape = {name: getattr(embed, name) for name in _SHAPE}
-            spec = self._engine.read_spec(source)
+            snapshot = self._engine.read_spec(source)
+            shape = AdapterSpec(**{name: getattr(embed, name) for name in _SHAPE})
             self._count += 1
-            ref = self._engine.add(f"model-{self._count}", spec or AdapterSpec(**shape))
+            ref = self._engine.add(f"model-{self._count}", snapshot or exported_spec(source, shape))
             try:
-                if spec is None:
+                if snapshot is None:
                     self._engine.load(ref, source)
                 else:
                     self._engine.restore(ref, source)
@@ -584,6 +584,10 @@ class Executor:
         """Create a model from a snapshot, replacing the model with this id."""
         with public_errors():
             self._models.restore(queue_id, folder)
+
+    def embeds(self, queue_id: str) -> bool:
+        """Return whether a model was trained for embeddings, by native calls."""
+        return self._models.native.embeds(queue_id)
 
     def places(self) -> dict[str, list[int]]:
         """Return where each model's adapter is: its bytes on the device, in host memory, and on disk."""

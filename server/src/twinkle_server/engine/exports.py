@@ -1,10 +1,12 @@
-"""Checkpoints for training that also hold the adapter in PEFT's format, for use elsewhere."""
+"""Adapters in PEFT's format: beside the state of training in a checkpoint, and read back as a specification."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from twinkle.engine import SavedAdapter
+from twinkle.engine import AdapterSpec, SavedAdapter
+from twinkle.errors import CheckpointError
 
 EXPORT: Final = "peft."
 """Prefix of the files in PEFT's format beside the state of training."""
@@ -31,3 +33,27 @@ class WithExport:
         for file in work.iterdir():
             file.rename(folder / f"{EXPORT}{file.name}")
         work.rmdir()
+
+
+def exported_spec(folder: Path, shape: AdapterSpec) -> AdapterSpec:
+    """Return the specification of an adapter in PEFT's format.
+
+    Args:
+        folder: of the adapter.
+        shape: its rank and switches as the service knows them; the switches select layers only where the adapter is
+            also on parameters of experts, which `AdapterSpec.targets` cannot name.
+
+    Raises:
+        CheckpointError: the configuration is missing or invalid.
+    """
+    path = folder / "adapter_config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        spec = replace(
+            shape, rank=int(config["r"]), alpha=float(config["lora_alpha"]), dropout=float(config["lora_dropout"])
+        )
+        if config.get("target_parameters"):
+            return spec
+        return replace(spec, targets=tuple(config["target_modules"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -297,6 +297,8 @@ class OperationRunner:
         if task.replay and isinstance(result, Exception):
             self._mark_broken(task.queue_id)
         self._snapshots.applied(task)
+        if task.kind in NATIVE and self._executor.embeds(task.queue_id):
+            extra = {"embeds": True}
         if isinstance(result, Exception):
             self._report(failed(task, result))
         else:

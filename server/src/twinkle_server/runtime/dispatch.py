@@ -15,7 +15,7 @@ from twinkle_server.errors import Gone, Unavailable
 from twinkle_server.operations import PASSES, Category, Operation, Outcome, Sample
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.queues import Closed, InFlight, ModelQueue
+from twinkle_server.runtime.queues import Closed, InFlight, ModelQueue, State
 from twinkle_server.runtime.supervision import Child
 
 _FRAME = 512
@@ -104,6 +104,8 @@ MAX_DEATHS: Final = 6
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before a model is attached again, by the number of consecutive postponements."""
 _ATTACHMENTS: Final = 5
+_POLL: Final = 0.02
+_DETACHING_POLLS: Final = 100
 NEVER_CREATED: Final = Closed("this model does not exist: its creation failed")
 
 
@@ -256,6 +258,7 @@ class Dispatcher:
         """
         queue = await self.queue(name, tenant, ordered=True)
         for _ in range(_ATTACHMENTS):
+            await self._detached(queue)
             if queue.closed is not None:
                 raise Gone(queue.closed.reason)
             if not queue.must_attach:
@@ -270,8 +273,16 @@ class Dispatcher:
             if (sender := self._senders.get(queue)) is None:
                 break
             await asyncio.wait({sender})
-        reason = queue.postponed or "the engine is starting"
+        leaving = queue.state is State.DETACHING
+        reason = queue.postponed or ("it is being written to disk" if leaving else "the engine is starting")
         raise Unavailable(f"this model will be restored as soon as possible: {reason}", retry_after=_RETRY)
+
+    async def _detached(self, queue: ModelQueue) -> None:
+        """Wait a moment while the engine frees a model, as after the end of its session."""
+        for _ in range(_DETACHING_POLLS):
+            if queue.state is not State.DETACHING:
+                return
+            await asyncio.sleep(_POLL)
 
     async def _send_all(self, child: Child, queue: ModelQueue, attach: bool = False) -> None:
         """Send the ready operations, attaching the model first; wait for the log and the window.

@@ -26,7 +26,7 @@ from twinkle_server.ports import Database, Journal
 from twinkle_server.store import checkpoints, models, samplers
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.models import Models
-from twinkle_server.store.records import Checkpoint, Model, ModelStatus, Sampler
+from twinkle_server.store.records import EMBEDS, Checkpoint, Model, ModelStatus, Sampler, embeds
 
 _log = logging.getLogger(__name__)
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 5.0
@@ -244,10 +244,11 @@ class StoreEffects:
         if operation.kind == "load":
             load = Load.parse(_payload(operation))
             response = {"type": "load_weights", "model_id": operation.queue_id, "path": load.path}
-            return _json(operation, response | (orjson.loads(body) if load.native else {}))
+            response |= orjson.loads(body) if load.native else {}
+            return _json(operation, response, lambda connection: _adopt_task(connection, operation, load.path))
         if operation.kind == "unload":
             return self._unloaded(operation)
-        return Outcome(operation.id, result=body)
+        return Outcome(operation.id, result=body, in_transaction=_marking(operation) if extra.get("embeds") else None)
 
     def _unloaded(self, operation: Operation) -> Outcome:
         def in_transaction(connection: Connection) -> None:
@@ -330,8 +331,28 @@ def _created(operation: Operation) -> Outcome:
     def in_transaction(connection: Connection) -> None:
         with contextlib.suppress(NotFound):
             models.set_status(connection, operation.tenant, operation.queue_id, "live", time.time())
+        if create.path is not None:
+            _adopt_task(connection, operation, create.path)
 
     return _json(operation, response, in_transaction)
+
+
+def _marking(operation: Operation) -> Callable[[Connection], None]:
+    """Return what marks the model of an operation as trained for embeddings."""
+
+    def in_transaction(connection: Connection) -> None:
+        with contextlib.suppress(NotFound):
+            models.mark_embedding(connection, operation.tenant, operation.queue_id)
+
+    return in_transaction
+
+
+def _adopt_task(connection: Connection, operation: Operation, path: str) -> None:
+    """Mark a model as trained for embeddings if the checkpoint whose weights it has now is."""
+    with contextlib.suppress(NotFound):
+        parsed = CheckpointPath.parse(path)
+        if embeds(checkpoints.get(connection, operation.tenant, parsed, time.time(), public=True).metadata):
+            models.mark_embedding(connection, operation.tenant, operation.queue_id)
 
 
 def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
@@ -373,7 +394,7 @@ def _checkpoint(model: Model, save: Save, name: str, extra: dict[str, Any], now:
         train_mlp=model.train_mlp,
         train_unembed=model.train_unembed,
         has_optimizer=save.kind == "weights" and save.optimizer,
-        metadata=save.metadata,
+        metadata={**(EMBEDS if embeds(model.metadata) else {}), **(save.metadata or {})} or None,
         project=model.project,
     )
 

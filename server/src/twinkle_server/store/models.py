@@ -8,7 +8,7 @@ from twinkle_server.errors import NotFound, SequenceConflict
 from twinkle_server.operations import Snapshot
 from twinkle_server.ports import Database
 from twinkle_server.store import rows, sessions
-from twinkle_server.store.records import Model, ModelStatus, Page
+from twinkle_server.store.records import EMBEDS, Model, ModelStatus, Page
 from twinkle_server.store.tables import models, operations
 
 _GET = select(models).where(models.c.tenant == bindparam("owner"), models.c.id == bindparam("name"))
@@ -48,6 +48,18 @@ def set_status(
     query = update(models).where(models.c.tenant == tenant, models.c.id == model)
     if not connection.execute(query.values(changes)).rowcount:
         raise NotFound(f"model {model[:120]!r} does not exist")
+
+
+def mark_embedding(connection: Connection, tenant: str, model: str) -> None:
+    """Note in the metadata of a model that it was trained for embeddings; a `task` that its client has set stays.
+
+    Raises:
+        NotFound: the tenant has no such model.
+    """
+    metadata = get(connection, tenant, model).metadata or {}
+    if not metadata.keys() & EMBEDS.keys():
+        query = update(models).where(models.c.tenant == tenant, models.c.id == model)
+        connection.execute(query.values(metadata={**metadata, **EMBEDS}))
 
 
 def get(connection: Connection, tenant: str, model: str) -> Model:

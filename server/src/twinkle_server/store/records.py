@@ -2,16 +2,24 @@
 
 import base64
 import binascii
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.operations import Snapshot
+from twinkle_server.operations import EMBEDDING, Snapshot
 
 R = TypeVar("R")
 SessionStatus = Literal["active", "finished", "expired"]
 ModelStatus = Literal["creating", "live", "detached", "gone", "corrupted"]
+EMBEDS: Final[Mapping[str, str]] = {"task": EMBEDDING}
+"""Metadata of a model, or of a checkpoint, that was trained for embeddings."""
+
+
+def embeds(metadata: Mapping[str, str] | None) -> bool:
+    """Return whether metadata marks a model or checkpoint as trained for embeddings."""
+    return metadata is not None and EMBEDS.items() <= metadata.items()
 
 
 @dataclass(slots=True)

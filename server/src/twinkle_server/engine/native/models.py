@@ -26,7 +26,7 @@ from twinkle_server.engine.native.rows import batch_of, check_cells, on_host, re
 from twinkle_server.engine.native.state import Named, NativeState, Staged, WithState
 from twinkle_server.engine.native.templates import Templates
 from twinkle_server.engine.queues import Composition
-from twinkle_server.operations import ModelInfo
+from twinkle_server.operations import EMBEDDING, ModelInfo
 
 Finish = Callable[[OperationResult | OperationError], bytes | Exception]
 """Returns the result of a call from that of its operation or step."""
@@ -106,6 +106,7 @@ class NativeModels:
             if isinstance(outcome, OperationError):
                 return public_error(outcome.error)
             self._note_pass(queue_id, state, payload, training, tokens, outcome)
+            state.embeds |= training and options.get("task") == EMBEDDING
             return success(_batch(outcome, left=_pads_left(state)))
 
         return operation, finish
@@ -251,6 +252,8 @@ class NativeModels:
             self._recover_graph(context.queue_id, context.ref, state, losses=True)
             state.pending_tokens += sum(len(r["input_ids"]) for r in self._rows_of(state, state.forward.payload))
         self._of_model("backward", context.ref)
+        if state.forward is not None:
+            state.embeds |= Call.parse(state.forward.payload).arguments.get("task") == EMBEDDING
         state.forward, self._graph = None, None
 
     def of_model(self, name: str, context: "_Context", arguments: dict[str, Any]) -> Any:
@@ -312,6 +315,11 @@ class NativeModels:
             "consumed_train_samples": self._state(queue_id).consumed,
             "gradient_accumulation_steps": progress.gradient_accumulation_steps,
         }
+
+    def embeds(self, queue_id: str) -> bool:
+        """Return whether a model was trained for embeddings, by native calls."""
+        state = self._states.get(queue_id)
+        return state is not None and state.embeds
 
     def refuse_other_steps(self, queue_id: str) -> None:
         """Refuse the step of another protocol on a model whose scheduler and metrics it would pass by.
@@ -413,8 +421,7 @@ class NativeModels:
         def encode(row: Any) -> Any:
             return self._templates.get(state.template).encode(row)
 
-        embeds = task == "embedding"
-        return read_rows(inputs, encode, self._info.context, self._info.vocabulary, row_labels=embeds)
+        return read_rows(inputs, encode, self._info.context, self._info.vocabulary, row_labels=task == EMBEDDING)
 
     def _rows_of(self, state: NativeState, payload: bytes) -> list[dict[str, Any]]:
         arguments = Call.parse(payload).arguments

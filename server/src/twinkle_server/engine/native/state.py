@@ -50,6 +50,7 @@ class NativeState:
         forward: last `forward`, until its `backward`.
         forward_only: last `forward_only`, until the next.
         training: whether the last forward was in training mode.
+        embeds: whether a backward call was for embeddings.
     """
 
     loss: Named | None = None
@@ -63,6 +64,7 @@ class NativeState:
     forward: Staged | None = None
     forward_only: Staged | None = None
     training: bool = True
+    embeds: bool = False
 
     def write(self, folder: Path, spec: AdapterSpec, *, calls: bool = True) -> None:
         """Write the state into a folder; a checkpoint has no calls to make again."""
