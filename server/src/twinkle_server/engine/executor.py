@@ -496,7 +496,7 @@ class Executor:
             rows = read_rows(request, context, vocabulary, ())
             loss, options = request.loss_fn, config
         else:
-            spec = self._losses.find(request.loss_fn)
+            spec = self._losses.find_for_tokens(request.loss_fn)
             rows = read_rows(
                 request, context, vocabulary, accepted_inputs(spec), ignored_inputs(spec), SEQUENCES in spec.inputs
             )

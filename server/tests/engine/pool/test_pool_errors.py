@@ -119,7 +119,7 @@ BAD = {
     "text option": ([drawn(6, 1)], "ppo", {"clip_low_threshold": "low"}, "clip_low_threshold"),
     "odd option": ([drawn(6, 1)], "ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold"),
     "code": ([broken()], "os:system", {}, "unknown loss_fn 'os:system'"),
-    "not for tenants": ([broken()], "InfonceLoss", {}, "unknown loss_fn 'InfonceLoss'"),
+    "of vectors": ([broken()], "InfonceLoss", {}, "'InfonceLoss' compares vectors of texts.*task='embedding'"),
     "two of one": ([broken(target_tokens=np.ones((6, 2), np.int64), weights=None)], "CrossEntropyLoss", {}, "label"),
 }
 

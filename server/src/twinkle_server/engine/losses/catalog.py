@@ -154,8 +154,22 @@ class Losses:
                 available[name] = safe[0]
         return available
 
+    def find_for_tokens(self, name: str) -> ComponentSpec:
+        """Return the loss that a Tinker request names, whose results are log-probabilities of tokens.
+
+        Raises:
+            UserError: the loss does not exist, its plugin was revoked, or it is one of `NATIVE_ONLY`.
+        """
+        spec = self.find(name)
+        if name in NATIVE_ONLY:
+            raise UserError(
+                f"loss_fn {name!r} compares vectors of texts, and requests of this protocol return log-probabilities "
+                "of tokens; use set_loss and forward_backward(task='embedding') of the native client"
+            )
+        return spec
+
     def find(self, name: str) -> ComponentSpec:
-        """Return the loss that a request names.
+        """Return the loss of a name.
 
         Raises:
             UserError: the loss does not exist, or its plugin was revoked.
