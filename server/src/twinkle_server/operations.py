@@ -247,7 +247,8 @@ class Create(_Payload):
     """A new adapter.
 
     Attributes:
-        rank: of all its matrices; 0 trains all parameters of the base model (`native` only).
+        rank: of all its matrices that `rank_pattern` does not name; 0 trains all parameters of the base model
+            (`native` only).
         seed: of the initial weights.
         train_attn: whether to adapt attention layers.
         train_mlp: whether to adapt MLP layers.
@@ -260,6 +261,8 @@ class Create(_Payload):
         targets: layers to adapt instead of those of the switches; see `twinkle.engine.AdapterSpec`.
         native: whether the model starts with the components of a local model.
         accumulation: number of backward calls for each step of a native model.
+        rank_pattern: ranks of single layers, pairs of a pattern and a rank in order; see `AdapterSpec`.
+        alpha_pattern: `alpha` of single layers, in the same way.
     """
 
     rank: int
@@ -275,6 +278,8 @@ class Create(_Payload):
     targets: list[str] | None = None
     native: bool = False
     accumulation: int = 1
+    rank_pattern: list[tuple[str, int]] | None = None
+    alpha_pattern: list[tuple[str, float]] | None = None
 
 
 @dataclass(slots=True)

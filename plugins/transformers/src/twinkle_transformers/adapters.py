@@ -21,7 +21,9 @@ from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
+from twinkle_transformers.first_weights import draw_down, generator_of
 from twinkle_transformers.parallel import copy_into
+from twinkle_transformers.patterns import FIELDS, check_patterns, settle_order
 from twinkle_transformers.sites import is_at_rest
 from twinkle_transformers.training_state import read_tensors
 from twinkle_transformers.value_heads import leave_head, peft_task
@@ -36,7 +38,9 @@ _PLAIN = (Tensor, nn.Parameter)
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftModel, Any]:
+def add_adapter(
+    model: nn.Module, name: str, config_or_dir: Any, *, seed: int | None = None
+) -> tuple[PeftModel, Any]:
     """Add an adapter to a plain or already wrapped module.
 
     Args:
@@ -44,13 +48,15 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         name: the adapter's name.
         config_or_dir: a `peft.LoraConfig`, a mapping of its fields, or the folder or
             hub id of a saved adapter.
+        seed: seed of the first weights of each layer; None draws them from torch's generator, as PEFT does.
 
     Returns:
         the `PeftModel` and the adapter's configuration. Adapter weights are float32 for any dtype of the base.
 
     Raises:
         CheckpointError: the folder contains no adapter, or one for another model; the model is unchanged then.
-        Unsupported: the configuration is not LoRA.
+        ArgumentError: PEFT refuses the configuration, or a key of a pattern matches no adapted layer.
+        Unsupported: the configuration is not LoRA, or a seed is given with another `init_lora_weights`.
     """
     folder = None
     if isinstance(config_or_dir, str | Path):
@@ -72,6 +78,8 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
     if config.r < 1:
         raise ArgumentError(f"adapter {name!r}: rank r must be at least 1, got {config.r}")
     config = copy.deepcopy(config)  # PEFT changes it, and the caller may use it again
+    _check_seed(name, seed, config, folder)
+    check_patterns(name, config)
     config.base_model_name_or_path = None
     config.task_type = peft_task(model.get_base_model() if isinstance(model, PeftModel) else model, config.task_type)
     leave_head(config)
@@ -82,6 +90,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
             # about short adapter names because of its own loader, which is not used here.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
+            warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")  # checked below
             if isinstance(model, PeftModel):
                 model.add_adapter(name, config)
                 wrapped = model
@@ -93,14 +102,59 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         ) from error
     try:
         _check_trained(wrapped, name, trainable if isinstance(model, PeftModel) else set(), config)
+        if any(getattr(config, field) for field in FIELDS):
+            layers = _adapted_layers(wrapped, name)
+            check_patterns(name, config, None if folder else layers)
+            settle_order(config, layers)
         if folder is not None:
             load_weights(wrapped, name, folder)
-    except (CheckpointError, Unsupported):
+        elif seed is not None:
+            _draw(wrapped, name, seed, gaussian=config.init_lora_weights == "gaussian")
+    except (ArgumentError, CheckpointError, Unsupported):
         _take_back(model, wrapped, name, trainable)
         raise
     wrapped.set_adapter(name)
     fuse_layers(wrapped)
     return wrapped, config
+
+
+def _check_seed(name: str, seed: int | None, config: Any, folder: Path | None) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError(f"adapter {name!r}: seed must be an integer, got {seed!r}")
+    if folder is not None:
+        raise ArgumentError(f"adapter {name!r}: a saved adapter has its weights; leave out seed={seed}")
+    if config.init_lora_weights not in (True, "gaussian") or config.target_parameters:
+        raise Unsupported(
+            f"adapter {name!r}: seed={seed} needs init_lora_weights=True or 'gaussian' and no target_parameters, got "
+            f"{config.init_lora_weights!r} and {config.target_parameters!r}; call torch.manual_seed instead"
+        )
+
+
+def _adapted_layers(wrapped: PeftModel, name: str) -> list[str]:
+    """Return the paths of the layers and parameters that an adapter adapts, as they are without wrappers."""
+    found = []
+    for path, module in tuned_places(wrapped.get_base_model()):
+        inner: Any = module
+        while isinstance(inner, BaseTunerLayer):
+            if name in getattr(inner, "lora_A", ()) or name in getattr(inner, "lora_embedding_A", ()):
+                parameter = getattr(inner, "parameter_name", None)
+                found.append(f"{path.removesuffix('.base_layer')}.{parameter}" if parameter else path)
+            inner = inner.base_layer
+    return found
+
+
+def _draw(wrapped: PeftModel, name: str, seed: int, *, gaussian: bool) -> None:
+    """Give A of each layer first weights that depend on the seed and the layer alone; B stays 0."""
+    for path, module in tuned_places(wrapped.get_base_model()):
+        if name in getattr(module, "lora_embedding_A", ()):
+            raise Unsupported(f"adapter {name!r}: seed={seed} has no effect on {path}, an embedding; leave one out")
+        down = getattr(module, "lora_A", {})
+        if name in down:
+            drawn = torch.empty(down[name].weight.shape)
+            draw_down(drawn.flatten(1), generator_of(seed, path), gaussian=gaussian)
+            copy_into(down[name].weight, drawn)
 
 
 def _check_trained(wrapped: PeftModel, name: str, before: set[str], config: Any) -> None:

@@ -142,7 +142,10 @@ class TransformersEngine(Engine):
             raise ArgumentError(f"adapter {name!r} already exists; choose another name")
         if spec.rank == 0:
             return self._add_full(name, spec)
-        config = {"r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, **_targets_of(spec)}
+        config = {
+            "r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, **_targets_of(spec),
+            "rank_pattern": dict(spec.rank_pattern), "alpha_pattern": dict(spec.alpha_pattern),
+        }  # fmt: skip
         with _engine_errors():
             self._model.add_adapter_to_model(name, config, seed=spec.seed)
             ref = self._pool.ref(name)

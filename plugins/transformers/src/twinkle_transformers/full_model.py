@@ -52,7 +52,6 @@ from twinkle_transformers.pool.snapshots import (
     TENSORS,
     WrittenSnapshot,
     put_optimizer,
-    spec_as_dict,
     take_training,
 )
 
@@ -89,8 +88,11 @@ class FullModel:
     def __init__(
         self, ref: AdapterRef, spec: AdapterSpec, model_id: str, options: Mapping[str, Any], pass_tokens: int, size: int
     ) -> None:
-        if spec.dropout or spec.targets is not None:
-            raise ArgumentError("rank 0 trains all weights: dropout and targets are of adapters; leave them out")
+        if spec.dropout or spec.targets is not None or spec.rank_pattern or spec.alpha_pattern:
+            raise ArgumentError(
+                "rank 0 trains all weights: dropout, targets, rank_pattern and alpha_pattern are of adapters; "
+                "leave them out"
+            )
         self.ref, self.spec, self._pass_tokens = ref, spec, pass_tokens
         own = {name: value for name, value in options.items() if name not in _OF_POOLS}
         _check_memory(size)
@@ -415,7 +417,7 @@ class FullSnapshot:
         """Write the weights, `state.safetensors` and `state.json` into a folder."""
         self.weights.write(folder)
         save_file(dict(self.tensors), folder / TENSORS)
-        document = {"format": FORMAT, "create": spec_as_dict(self.spec), "vectors": [], "state": dict(self.state)}
+        document = {"format": FORMAT, "create": self.spec.as_json(), "vectors": [], "state": dict(self.state)}
         (folder / STATE).write_text(json.dumps(document, indent=2, sort_keys=True), encoding="utf-8")
 
 

@@ -200,7 +200,13 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._passes.recompute.forget()
 
     def add_adapter_to_model(
-        self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
+        self,
+        adapter_name: str,
+        config_or_dir: Any,
+        *,
+        is_trainable: bool = True,
+        gradient_accumulation_steps: int = 1,
+        seed: int | None = None,
     ) -> None:
         """Add a LoRA adapter, freeze the base model, and make the adapter the active one.
 
@@ -209,9 +215,15 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
             is_trainable: False adds it only for `forward_only` and sampling.
             gradient_accumulation_steps: backward calls for each update.
+            seed: seed of the first weights, which are those of `MultiLoraTransformersModel` with this seed: a layer's
+                do not depend on which other layers are adapted. None draws them from torch's generator.
+
+        Raises:
+            ArgumentError: PEFT refuses the configuration, or a key of `rank_pattern` or `alpha_pattern` matches no
+                adapted layer.
         """
         self._adapters.add(
-            adapter_name, config_or_dir, is_trainable=is_trainable, accumulation=gradient_accumulation_steps
+            adapter_name, config_or_dir, is_trainable=is_trainable, accumulation=gradient_accumulation_steps, seed=seed
         )
 
     # Forward and backward

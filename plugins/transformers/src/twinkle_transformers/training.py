@@ -113,7 +113,9 @@ class PeftAdapters:
             raise TrainingStateError(f"adapter {group.adapter_name!r} was added with is_trainable=False")
         return group
 
-    def add(self, name: str, config_or_dir: Any, *, is_trainable: bool, accumulation: int) -> None:
+    def add(
+        self, name: str, config_or_dir: Any, *, is_trainable: bool, accumulation: int, seed: int | None = None
+    ) -> None:
         """Add an adapter and make it the active one; see `TransformersModel.add_adapter_to_model`."""
         check_adapter(name, self.groups)
         if self._is_sharded:
@@ -128,7 +130,9 @@ class PeftAdapters:
             )
         group = self._loaded.new_group(name)
         set_accumulation(group, accumulation)
-        self._loaded.module, group.adapter_config = adapters.add_adapter(self._loaded.module, name, config_or_dir)
+        self._loaded.module, group.adapter_config = adapters.add_adapter(
+            self._loaded.module, name, config_or_dir, seed=seed
+        )
         self.groups[name] = group
         self.active = name
         group.trainable = is_trainable

@@ -41,7 +41,7 @@ from twinkle_server.wire import codec
 
 _log = logging.getLogger(__name__)
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
-_KIND = (*_SHAPE, "targets", "alpha", "dropout")
+_KIND = (*_SHAPE, "targets", "alpha", "dropout", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,12 @@ class Models:
         spec = AdapterSpec(
             create.rank, create.seed, create.alpha, create.dropout, create.train_attn, create.train_mlp,
             create.train_unembed, None if create.targets is None else tuple(create.targets),
+            _pairs(create.rank_pattern), _pairs(create.alpha_pattern),
         )  # fmt: skip
         with _checkpoint_errors():
             saved = None if source is None else self._engine.read_spec(source) or read_spec(source)
         if saved is not None:  # the row of a checkpoint has neither scale nor layers
-            spec = replace(spec, alpha=saved.alpha, dropout=saved.dropout, targets=saved.targets)
+            spec = replace(saved, seed=spec.seed, **{name: getattr(spec, name) for name in _SHAPE})
         model = self._add(queue_id, spec)
         with self._removed_on_error(queue_id):
             if create.native:
@@ -254,6 +255,11 @@ class Models:
         except BaseException:
             self.remove(queue_id)
             raise
+
+
+def _pairs(pattern: Sequence[Sequence[Any]] | None) -> tuple[tuple[str, Any], ...]:
+    """Return a pattern of the log as `AdapterSpec` has it."""
+    return tuple((key, value) for key, value in pattern or ())
 
 
 @contextmanager

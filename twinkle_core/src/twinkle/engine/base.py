@@ -85,9 +85,11 @@ class AdapterSpec:
     """A LoRA adapter to create. Its initial weights are a function of these fields and of the base model alone.
 
     Attributes:
-        rank: rank of every pair of matrices. 0 trains all weights of the base model, beginning with its own (feature
-            `full_parameters`); `dropout` and `targets` must then be left out, and the other fields are not read.
-        seed: seed of the initial weights and of dropout.
+        rank: rank of every pair of matrices that `rank_pattern` does not name. 0 trains all weights of the base model,
+            beginning with its own (feature `full_parameters`); `dropout`, `targets` and the patterns must then be left
+            out, and the other fields are not read.
+        seed: seed of the initial weights and of dropout. Those of a layer are a function of the seed, the layer's name
+            and its size alone: they do not depend on which other layers are adapted.
         alpha: the low-rank term is scaled by `alpha / rank`.
         dropout: probability, applied to the input of the low-rank term.
         train_attn: adapt the projections of attention.
@@ -96,6 +98,10 @@ class AdapterSpec:
         targets: adapt these layers instead of those that the three switches select: last names of layers, or
             `("all-linear",)`, all linear layers but the output projection. `()` lets the engine choose, as PEFT does.
             An engine without the feature `model` may refuse this field with `Unsupported`.
+        rank_pattern: ranks of single layers: pairs of a pattern and a rank. A pattern is a regular expression for the
+            end of a layer's path that begins at a dot, as in PEFT; the first one that matches counts. An engine without
+            the feature `model` may refuse this field and the next one.
+        alpha_pattern: `alpha` of single layers, in the same way.
     """
 
     rank: int
@@ -106,6 +112,45 @@ class AdapterSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     targets: tuple[str, ...] | None = None
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON data for `from_json`; empty patterns are left out, as older versions wrote it."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in values.items() if value or name not in _PATTERNS}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "AdapterSpec":
+        """Return a specification from what `as_json` returned.
+
+        Raises:
+            TypeError: a field is missing or unknown, or `targets` or a pattern has another type.
+        """
+        fields = dict(values)
+        targets = fields.get("targets")
+        if targets is not None:
+            if not isinstance(targets, list | tuple) or not all(isinstance(name, str) for name in targets):
+                raise TypeError(f"targets must be a list of names, got {targets!r}")
+            fields["targets"] = tuple(targets)
+        for name in _PATTERNS:
+            pairs = fields.get(name, ())
+            if not isinstance(pairs, list | tuple) or not all(_is_pair(pair) for pair in pairs):
+                raise TypeError(f"{name} must be a list of pairs of a pattern and a number, got {pairs!r}")
+            fields[name] = tuple((key, value) for key, value in pairs)
+        return cls(**fields)
+
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and type(pair[1]) in (int, float)
+    )
 
 
 @dataclass(frozen=True, slots=True)

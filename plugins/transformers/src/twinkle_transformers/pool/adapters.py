@@ -112,7 +112,7 @@ class PooledAdapters:
         if isinstance(config, Mapping):
             config = {**self._defaults, **config}
         self._limits.check_count(name, len(self._pool.tenants))
-        ref = self._pool.add(name, config, seed=self._agreed_seed(name, config, seed))
+        ref = self._pool.add(name, config, seed=self._agreed_seed(name, config, seed), saved=folder is not None)
         tenant = self._pool.tenants.find(ref)
         try:
             self._limits.check_plan(name, tenant.plan)

@@ -11,13 +11,14 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
 from twinkle_transformers.lowrank.layout import Layout, Shape
+from twinkle_transformers.first_weights import draw_down, generator_of
 from twinkle_transformers.memory import host_zeros
+from twinkle_transformers.patterns import check_patterns, settle_order, value_at
 from twinkle_transformers.sites import ExpertSite, Site, as_peft_reads, match_experts
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
@@ -64,6 +65,7 @@ def read_config(
     *,
     experts: Mapping[str, ExpertSite] | None = None,
     rank_multiple: int = 1,
+    saved: bool = False,
 ) -> AdapterPlan:
     """Read a configuration.
 
@@ -75,6 +77,7 @@ def read_config(
         model: the Hugging Face module.
         experts: the parameters of experts that adapters may adapt.
         rank_multiple: see `Layout.of`.
+        saved: whether it is that of saved files, whose patterns may name layers that they do not adapt.
 
     Raises:
         ArgumentError: a value is invalid, or no layer matches.
@@ -102,9 +105,10 @@ def read_config(
         _everywhere(config, sites, experts or {}, model)
     config = as_peft_reads(config, model)
     adapted_experts = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
-    names = _targets(name, config, sites, model)
-    shapes = [(key, _shape(name, config, sites[key])) for key in names]
-    shapes += [(key, _shape(name, config, site)) for key, site in adapted_experts.items()]
+    adapted = [*_targets(name, config, sites, model), *adapted_experts]
+    check_patterns(name, config, None if saved else adapted)
+    settle_order(config, adapted)
+    shapes = [(key, _shape(config, adapted_experts.get(key) or sites[key])) for key in adapted]
     init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")
     seed = own.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -114,20 +118,14 @@ def read_config(
 
 
 def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
-    """Return the weights of a new adapter, float32 `[P]`: a function of plan and seed only.
+    """Return the weights of a new adapter, float32 `[P]`: those of a layer are a function of its shape and the seed.
 
-    A has PEFT's distribution: uniform in `+-1/sqrt(fan_in)` (Kaiming's with a = sqrt(5)), or with variance 1/r^2
-    ("gaussian"); B is 0.
+    A has PEFT's distribution, see `draw_down`; B is 0, or uniform in `+-1/sqrt(rank)` ("random").
     """
-    draw = torch.Generator().manual_seed(seed)
     flat = host_zeros(plan.layout.size)
     for name, entry in plan.layout.entries.items():
-        shape = plan.layout.shapes[name]
-        down = entry.down_of(flat)[..., : shape.rank, :]
-        if plan.init == "gaussian":
-            down.normal_(0.0, 1.0 / shape.rank, generator=draw)
-        else:
-            down.uniform_(-(bound := entry.fan_in**-0.5), bound, generator=draw)
+        shape, draw = plan.layout.shapes[name], generator_of(seed, name)
+        draw_down(entry.down_of(flat)[..., : shape.rank, :], draw, gaussian=plan.init == "gaussian")
         if plan.init == "random":
             bound = (shape.rank * max(1, shape.experts)) ** -0.5
             entry.up_of(flat)[..., : shape.rank, :].uniform_(-bound, bound, generator=draw)
@@ -255,12 +253,8 @@ def _matches(config: LoraConfig, key: str) -> bool:
         return bool(config.target_modules) and bool(check_target_module_exists(config, key))
 
 
-def _shape(name: str, config: LoraConfig, site: Site | ExpertSite) -> Shape:
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), site.name), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), site.name), config.lora_alpha)
-    if not isinstance(rank, int) or rank < 1:
-        raise ArgumentError(
-            f"adapter {name!r}: ranks in rank_pattern must be integers of at least 1, got {rank!r} for {site.name}"
-        )
+def _shape(config: LoraConfig, site: Site | ExpertSite) -> Shape:
+    rank = value_at(config.rank_pattern, site.name, config.r)
+    alpha = value_at(config.alpha_pattern, site.name, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     return Shape(rank, site.fan_in, site.fan_out, float(scale), getattr(site, "experts", 0))

@@ -165,10 +165,10 @@ class LoraPool:
             raise
 
     # Adapters
-    def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
-        """Add an adapter; see `Engine.add` for what is raised."""
+    def add(self, name: str, config: Any, *, seed: int | None = None, saved: bool = False) -> AdapterRef:
+        """Add an adapter; see `Engine.add` for what is raised, and `read_config` for `saved`."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
-        plan = self._plan(name, config)
+        plan = self._plan(name, config, saved)
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
         seed = seed_of(name) if seed is None else seed
         flat = torch.nn.Parameter(BLANK.expand(plan.layout.size))
@@ -183,10 +183,10 @@ class LoraPool:
         self._note(plan.layout)
         return ref
 
-    def _plan(self, name: str, config: Any) -> AdapterPlan:
+    def _plan(self, name: str, config: Any, saved: bool = False) -> AdapterPlan:
         return read_config(
             name, config, self.sites, self.backbone.model, experts=self.experts,
-            rank_multiple=8 if self.device.type == "cuda" else 1,
+            rank_multiple=8 if self.device.type == "cuda" else 1, saved=saved,
         )  # fmt: skip
 
     def read_version(self, folder: Path) -> AdapterVersion:
@@ -196,7 +196,7 @@ class LoraPool:
             CheckpointError: it is missing or damaged, or belongs to another model.
             Unsupported: a pool does not support its configuration.
         """
-        plan = self._plan(folder.name, read_adapter_config(folder))
+        plan = self._plan(folder.name, read_adapter_config(folder), saved=True)
         flat = files.read_flat(plan, folder, self.sites).to(self.device)
         return AdapterVersion(plan.layout, flat, f"{folder.resolve()}@{next(self._reads)}")
 

@@ -336,7 +336,7 @@ class AdapterSnapshot:
         save_file(named, folder / TENSORS)
         vectors = [name for name, tensor in self.tensors.items() if _is_vector(name, tensor, layout)]
         document = {
-            "format": FORMAT, "create": spec_as_dict(self.spec), "vectors": vectors, "state": dict(self.state),
+            "format": FORMAT, "create": self.spec.as_json(), "vectors": vectors, "state": dict(self.state),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(document, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -443,21 +443,13 @@ def _damaged(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"cannot read the snapshot in {folder}: its files are damaged or incomplete ({error})")
 
 
-def spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
-    """Return a specification as JSON data."""
-    return {name: getattr(spec, name) for name in AdapterSpec.__dataclass_fields__}
-
-
 def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
     """Read and check a specification; a corrupt rank must not lead to an allocation beyond all memory."""
     if not isinstance(values, dict):
         raise TypeError("the specification is not an object")
-    targets = values.get("targets")
-    if targets is not None and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
-        raise TypeError(f"the targets of the specification are {targets!r}")
-    fields = {name: value for name, value in values.items() if name not in _OLDER}
-    spec = AdapterSpec(**fields | {"targets": None if targets is None else tuple(targets)})
-    integers, switches = (spec.rank, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
+    spec = AdapterSpec.from_json({name: value for name, value in values.items() if name not in _OLDER})
+    ranks = [spec.rank, *(rank for _, rank in spec.rank_pattern)]
+    integers, switches = (*ranks, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
     numbers = (spec.alpha, spec.dropout)
     if (
         any(type(value) is not int for value in integers)
@@ -465,8 +457,8 @@ def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
         or any(type(value) not in (int, float) for value in numbers)
     ):
         raise TypeError(f"the specification has values of wrong types: {dict(values)}")
-    if spec.rank > max((math.prod(shape) for shape in shapes_in(folder / TENSORS).values()), default=0):
-        raise ValueError(f"rank is {spec.rank}, more than the number of weights")
+    if max(ranks) > max((math.prod(shape) for shape in shapes_in(folder / TENSORS).values()), default=0):
+        raise ValueError(f"rank is {max(ranks)}, more than the number of weights")
     return spec
 
 

@@ -14,13 +14,13 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle_transformers.adapters import CONFIG, WEIGHTS, read_config, tuned_places
 from twinkle_transformers.lowrank.layout import AdapterVersion, Layout, Shape
+from twinkle_transformers.patterns import value_at
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.sites import Site, find_sites
 from twinkle_transformers.training_state import read_tensors
@@ -195,7 +195,7 @@ def _shape(
                 f"{what} belongs to another model: {key} is of shape {shape} there and {mine} in this model; load the "
                 "base model that it was trained on"
             )
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+    alpha = value_at(config.alpha_pattern or {}, name, config.lora_alpha)
     return Shape(rank, down[1], up[0], alpha / (rank**0.5 if config.use_rslora else rank))
 
 

@@ -6,7 +6,7 @@ same numbers.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ class NativeState:
 
     def write(self, folder: Path, spec: AdapterSpec, *, calls: bool = True) -> None:
         """Write the state into a folder; a checkpoint has no calls to make again."""
-        document: dict[str, Any] = {"format": 1, "adapter": asdict(spec)}
+        document: dict[str, Any] = {"format": 1, "adapter": spec.as_json()}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not isinstance(value, Staged):
@@ -115,9 +115,7 @@ def read_spec(folder: Path) -> AdapterSpec | None:
     if not (folder / FILE).is_file():
         return None
     try:
-        values = json.loads((folder / FILE).read_bytes())["adapter"]
-        targets = values.pop("targets")
-        return AdapterSpec(**values, targets=None if targets is None else tuple(targets))
+        return AdapterSpec.from_json(json.loads((folder / FILE).read_bytes())["adapter"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"cannot read {FILE} in {folder}: {error}") from error
 
