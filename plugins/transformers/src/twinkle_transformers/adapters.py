@@ -38,9 +38,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def add_adapter(
-    model: nn.Module, name: str, config_or_dir: Any, *, seed: int | None = None
-) -> tuple[PeftModel, Any]:
+def add_adapter(model: nn.Module, name: str, config_or_dir: Any, *, seed: int | None = None) -> tuple[PeftModel, Any]:
     """Add an adapter to a plain or already wrapped module.
 
     Args:

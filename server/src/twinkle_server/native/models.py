@@ -106,8 +106,9 @@ def _check_full(state: AppState, body: types.CreateModelRequest) -> None:
 
 def _fresh(config: types.AdapterConfig, seed: int, accumulation: int) -> Create:
     create = Create(
-        config.r, seed, alpha=config.lora_alpha, dropout=config.lora_dropout, native=True, accumulation=accumulation
-    )
+        config.r, seed, alpha=config.lora_alpha, dropout=config.lora_dropout, native=True, accumulation=accumulation,
+        rank_pattern=list(config.rank_pattern.items()), alpha_pattern=list(config.alpha_pattern.items()),
+    )  # fmt: skip
     switches = (config.train_attn, config.train_mlp, config.train_unembed)
     if all(switch is None for switch in switches):
         target = config.target_modules

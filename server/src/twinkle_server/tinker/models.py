@@ -7,6 +7,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from twinkle_client.types.models import LayerPatterns
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath, model_id
@@ -30,6 +31,7 @@ from twinkle_server.requests import (
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.telemetry.health import is_local
+from twinkle_server.tinker.layer_patterns import read_layer_patterns, refuse_layer_patterns
 
 router = APIRouter()
 _RANKS = 1024
@@ -122,7 +124,7 @@ async def create_model(request: Request) -> Response:
             raise BadRequest("lora_config is required: this service only trains LoRA adapters")
         check_base(state, body.base_model)
         check_optimizer(body.optimizer_config)
-        created.append(_fresh(lora))
+        created.append(_fresh(lora, read_layer_patterns(body.user_metadata)))
         return created[0]
 
     accepted = await submit_create(state, caller, body, body.session_id, body.model_seq_id, payload, created)
@@ -162,6 +164,7 @@ async def load_weights(request: Request) -> Response:
     async def payload() -> Create:
         if body.optimizer_config is not None:
             check_optimizer(body.optimizer_config)
+        refuse_layer_patterns(body.user_metadata)
         checkpoint = await loadable(state, caller, body)
         created.append(_from_checkpoint(checkpoint, body))
         return created[0]
@@ -316,13 +319,16 @@ async def submit_create(
     return await submit(state, caller, queue_id, 0, "create", body, payload, in_transaction)
 
 
-def _fresh(lora: Lora) -> Create:
+def _fresh(lora: Lora, patterns: LayerPatterns) -> Create:
     if not 1 <= lora.rank <= _RANKS:
         raise BadRequest(f"rank must be between 1 and {_RANKS}, got {lora.rank}")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise BadRequest("at least one of train_attn, train_mlp and train_unembed must be true")
     seed = secrets.randbits(48) if lora.seed is None else lora.seed
-    return Create(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+    return Create(
+        lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed,
+        rank_pattern=list(patterns.rank_pattern.items()), alpha_pattern=list(patterns.alpha_pattern.items()),
+    )  # fmt: skip
 
 
 def _from_checkpoint(checkpoint: Checkpoint, body: _Source) -> Create:

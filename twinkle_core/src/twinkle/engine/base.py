@@ -146,10 +146,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 def _is_pair(pair: Any) -> bool:
     return (
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and type(pair[1]) in (int, float)
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) in (int, float)
     )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
-from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.first_weights import draw_down, generator_of
+from twinkle_transformers.lowrank.layout import Layout, Shape
 from twinkle_transformers.memory import host_zeros
 from twinkle_transformers.patterns import check_patterns, settle_order, value_at
 from twinkle_transformers.sites import ExpertSite, Site, as_peft_reads, match_experts

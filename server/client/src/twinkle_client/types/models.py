@@ -16,12 +16,35 @@ class LoraConfig(Request):
     train_attn: bool = True
 
 
-class AdapterConfig(Request):
+_ATOM = r"(?:[A-Za-z0-9_-]|\\?\.|\\d|\[(?:[0-9](?:-[0-9])?)+\]|\([A-Za-z0-9_]+(?:\|[A-Za-z0-9_]+)*\))"
+_REPEATED = r"(?:\.|\\d|\[(?:[0-9](?:-[0-9])?)+\])[*+]"
+LayerPattern = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^\^?{_ATOM}*(?:{_REPEATED}{_ATOM}*)?$")]
+"""A regular expression for the end of a layer's path, which a hostile client cannot make slow.
+
+It consists of names, dots, digits (`\\d`, `[0-9]`), alternatives such as `(q_proj|v_proj)`, and at most one repetition
+such as `.*` or `\\d+`.
+"""
+_Patterns = Field(default_factory=dict, max_length=512)
+
+
+class LayerPatterns(Request):
+    """Ranks and scales of single layers, as `peft.LoraConfig` has them: the first key that matches a layer counts.
+
+    Attributes:
+        rank_pattern: rank of the layers that a key matches, in place of `r`.
+        alpha_pattern: `lora_alpha` of the layers that a key matches.
+    """
+
+    rank_pattern: Annotated[dict[LayerPattern, Annotated[int, Field(ge=1, le=1024)]], _Patterns]
+    alpha_pattern: Annotated[dict[LayerPattern, Annotated[float, Field(allow_inf_nan=False)]], _Patterns]
+
+
+class AdapterConfig(LayerPatterns):
     """The fields of `peft.LoraConfig` that adapters on a shared base model have; the defaults are PEFT's.
 
     Attributes:
-        r: rank of every pair of matrices.
-        lora_alpha: the low-rank term is scaled by `lora_alpha / r`.
+        r: rank of every pair of matrices that `rank_pattern` does not name.
+        lora_alpha: the low-rank term is scaled by `lora_alpha` divided by the rank.
         lora_dropout: probability, applied to the input of the low-rank term.
         target_modules: "all-linear", or last names of layers; None is PEFT's choice for this model.
         train_attn: adapt the projections of attention; this and the next two select layers in place of
