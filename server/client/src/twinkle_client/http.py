@@ -12,8 +12,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 from twinkle.errors import ArgumentError
@@ -196,7 +196,8 @@ class Connection:
 
             await _drive_async(call, perform)
             try:
-                async with contextlib.aclosing(opened[-1].aiter_lines()) as lines:
+                lines = cast("AsyncGenerator[str, None]", opened[-1].aiter_lines())
+                async with contextlib.aclosing(lines):
                     async for line in lines:
                         if line.startswith(_EVENT):
                             yield json.loads(line.removeprefix(_EVENT))

@@ -1,6 +1,6 @@
 """How a model is created."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,8 @@ LayerPattern = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^\^
 It consists of names, dots, digits (`\\d`, `[0-9]`), alternatives such as `(q_proj|v_proj)`, and at most one repetition
 such as `.*` or `\\d+`.
 """
-_Patterns = Field(default_factory=dict, max_length=512)
+_PATTERNS: Final = 512
+"""Greatest number of keys of a pattern."""
 
 
 class LayerPatterns(Request):
@@ -35,8 +36,12 @@ class LayerPatterns(Request):
         alpha_pattern: `lora_alpha` of the layers that a key matches.
     """
 
-    rank_pattern: Annotated[dict[LayerPattern, Annotated[int, Field(ge=1, le=1024)]], _Patterns]
-    alpha_pattern: Annotated[dict[LayerPattern, Annotated[float, Field(allow_inf_nan=False)]], _Patterns]
+    rank_pattern: dict[LayerPattern, Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default_factory=dict, max_length=_PATTERNS
+    )
+    alpha_pattern: dict[LayerPattern, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict, max_length=_PATTERNS
+    )
 
 
 class AdapterConfig(LayerPatterns):
