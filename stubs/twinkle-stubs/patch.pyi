@@ -15,6 +15,7 @@ from twinkle_patches.chat_templates import Qwen3ChatTemplate as Qwen3ChatTemplat
 from twinkle_patches.embedding import TransformersEmbeddingPatch as TransformersEmbeddingPatch
 from twinkle_patches.fused_ce import TransformersFusedCEPatch as TransformersFusedCEPatch
 from twinkle_patches.gated_delta import GatedDeltaNetPaddingFreePatch as GatedDeltaNetPaddingFreePatch
+from twinkle_patches.neftune import NEFTunePatch as NEFTunePatch
 from twinkle_patches.no_split import NoSplitModulesPatch as NoSplitModulesPatch
 from twinkle_patches.patch import Patch as Patch
 from twinkle_patches.record import applications as applications

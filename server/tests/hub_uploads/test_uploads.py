@@ -19,6 +19,7 @@ from twinkle_server.data.limits import DataLimits
 from twinkle_server.engine.files import publish
 from twinkle_server.hub_uploads import routes
 from twinkle_server.hub_uploads.limits import UploadLimits
+from twinkle_server.hub_uploads.process import collect
 from twinkle_server.hub_uploads.uploads import HubUploads
 from twinkle_server.native.routes import PREFIX
 from twinkle_server.requests import add_routes
@@ -81,6 +82,14 @@ def save(service: DataService, client: Client, name: str = "last", created: floa
     made = Checkpoint(tenant, run, "weights", name, folder, published.size, published.digest, "org/tiny", 8, created)
     service.wait(service.state.store.checkpoints.create(made))
     return f"twinkle://{run}/weights/{name}"
+
+
+def test_a_whole_model_is_uploaded_without_the_state_of_training(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    kept = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"}
+    for name in (*kept, "state.json", "state.safetensors", "native.json", "manifest.json"):
+        (tmp_path / "saved" / name).write_text("{}")
+    assert {path.name for path in collect(tmp_path / "saved", tmp_path / "out", "org/tiny").iterdir()} == kept
 
 
 def run(client: Client, call: Any) -> Any:
@@ -166,8 +175,9 @@ def test_a_request_without_a_token_is_refused_here(service: DataService, client:
         push(client, save(service, client), "hf://tester/none", token="")
 
 
+@pytest.mark.parametrize("scheme", ["hf", "ms"])
 def test_later_checkpoints_of_a_run_are_uploaded_by_themselves(
-    service: DataService, hub: FakeHub, client: Client
+    service: DataService, hub: FakeHub, client: Client, scheme: str
 ) -> None:
     uploads = service.state.uploads
     assert uploads is not None
@@ -175,7 +185,7 @@ def test_later_checkpoints_of_a_run_are_uploaded_by_themselves(
     made = Model(model, tenant, client.session_id, 0, "org/tiny", 8, 0.0, 0.0)
     service.wait(service.state.store.database.write(lambda connection: _insert(connection, made)))
     save(service, client, "before", created=1.0)
-    run(client, set_automatic(client.connection, model, "hf://tester/automatic", TOKEN))
+    run(client, set_automatic(client.connection, model, f"{scheme}://tester/{scheme}-automatic", TOKEN))
     assert run(client, client.connection.request("GET", f"/hub/automatic/{model}"))["hub_model_id"].endswith(
         "automatic"
     )
@@ -186,7 +196,8 @@ def test_later_checkpoints_of_a_run_are_uploaded_by_themselves(
     assert state["checkpoint_path"].endswith("/after")
     while run(client, upload_status(client.connection, state["request_id"]))["status"] in ("queued", "running"):
         pass
-    assert head(hub, "tester/automatic")["adapter_model.safetensors"] == WEIGHTS
+    assert head(hub, f"tester/{scheme}-automatic")["adapter_model.safetensors"] == WEIGHTS
+    assert hub.store.find(f"tester/{scheme}-automatic", "model").private  # type: ignore[union-attr]
     run(client, set_automatic(client.connection, model, None))
     save(service, client, "last", created=9e9)
     service.wait(uploads.sweep())

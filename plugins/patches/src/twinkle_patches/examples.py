@@ -19,6 +19,7 @@ _TURN = """
 """What Qwen3.5's chat template and this one have in common: the lines that the patches edit."""
 
 NO_SPLIT: Mapping[str, Any] = {"kwargs": {"module_names": ["LlamaMLP"]}, "same_numbers": True}
+NEFTUNE: Mapping[str, Any] = {"same_numbers": True}  # the noise is for training mode
 EMBEDDING: Mapping[str, Any] = {"same_numbers": False}
 FUSED_CE: Mapping[str, Any] = {"same_numbers": True}  # the kit's forward has no labels
 

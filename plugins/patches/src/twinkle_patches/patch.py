@@ -22,6 +22,10 @@ class Patch:
         changes: the symbols that it replaces, in words, for `twinkle plugins patches`.
         needed: description of when it is needed.
         otherwise: what to do where another version is installed, in words.
+        per_adapter: whether it can be applied to one adapter of a `MultiLoraTransformersModel`, and then changes
+            nothing but the embeddings of that adapter's training rows, with a method `change_embeddings(embeddings,
+            draw)`: `[T, H]` of one row, and `draw(features)`, numbers in [0, 1) `[T, features]` that depend on the
+            adapter's seed, the operation, the row and the position alone. Only such a patch may be `tenant_safe`.
         own_unpatch: whether the class defines `unpatch` itself; set when the class is created.
     """
 
@@ -29,6 +33,7 @@ class Patch:
     changes: ClassVar[tuple[str, ...]] = ()
     needed: ClassVar[str] = ""
     otherwise: ClassVar[str] = ""
+    per_adapter: ClassVar[bool] = False
     own_unpatch: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -103,6 +103,26 @@ def masks_from(
     return mask
 
 
+def uniforms_from(keys: Tensor, site: int, features: int) -> Tensor:
+    """Return numbers in [0, 1); each depends on its token's key, the site and its feature alone.
+
+    Args:
+        keys: int64 `[T]` of `token_keys`.
+        site: identifies the purpose of the numbers; any integer.
+        features: size of the last dimension.
+
+    Returns:
+        float32 `[T, features]` on the device of `keys`, multiples of 2^-24.
+    """
+    _check_int64("uniforms_from", keys=keys)
+    mixed = keys ^ _signed(_key(site, ()))
+    first, second = (mixed >> 32).to(torch.int32)[:, None], mixed.to(torch.int32)[:, None]
+    lanes = torch.arange(features, dtype=torch.int32, device=keys.device).mul_(_signed_32(_GOLDEN_32))
+    words = first + lanes
+    _murmur_(words, second, torch.empty_like(words))
+    return words.bitwise_right_shift_(8).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
+
+
 def keep_mask(
     seed: int,
     operation: int,

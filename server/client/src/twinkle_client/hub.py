@@ -105,14 +105,21 @@ def _target(
     name: str, token: str | None, private: bool, revision: str | None, path: str, message: str | None
 ) -> dict[str, Any]:
     return {
-        "hub_model_id": name, "hub_token": token or _token_of(name), "private": private, "revision": revision,
+        "hub_model_id": name, "hub_token": token_of(name, token), "private": private, "revision": revision,
         "path_in_repo": path, "commit_message": message,
     }  # fmt: skip
 
 
-def _token_of(name: str) -> str:
+def token_of(name: str, given: str | None) -> str:
+    """Return the token for a hub: the given one, or that of the environment.
+
+    Raises:
+        HubError: there is none.
+    """
     import os
 
+    if given:
+        return given
     from twinkle.hub.local import default_hub, scheme_of
 
     variable = "HF_TOKEN" if (scheme_of(name) or default_hub()) == "hf" else "MODELSCOPE_API_TOKEN"

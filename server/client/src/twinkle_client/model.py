@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twinkle.errors import ArgumentError
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
-from twinkle_client.hub import set_automatic, upload, upload_status
+from twinkle_client.hub import set_automatic, token_of, upload, upload_status
 from twinkle_client.queues import AdapterQueue, result_of_operation
 from twinkle_client.results import result_of
 from twinkle_client.rows import sendable_rows
@@ -185,7 +185,7 @@ class MultiLoraTransformersModel:
     add_metric, add_metric_async = twins(_add_metric)
 
     def _apply_patch(self, /, patch_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
-        """Apply a patch, by name, if the service has one that does not change what other tenants train."""
+        """Apply a patch that changes the passes of one adapter only, by name; others are refused."""
         return (yield from self._set("apply_patch", adapter_name, patch_cls, kwargs))
 
     apply_patch, apply_patch_async = twins(_apply_patch)
@@ -344,6 +344,8 @@ class MultiLoraTransformersModel:
         overwrite: bool = True,
         ttl_seconds: int | None = None,
         user_metadata: Mapping[str, Any] | None = None,
+        push_to_hub: str | None = None,
+        hub_token: str | None = None,
     ) -> Call["types.SaveResponse | None"]:
         """Save a checkpoint on the service.
 
@@ -358,14 +360,24 @@ class MultiLoraTransformersModel:
             overwrite: replace a checkpoint of this name.
             ttl_seconds: lifetime; None is unlimited.
             user_metadata: texts that are kept with the checkpoint.
+            push_to_hub: begin to upload the checkpoint to this repository, which is private if it is new; see
+                `upload_to_hub`. The result has the id of the upload, for `upload_status`.
+            hub_token: a token of yours at the hub; by default that of `HF_TOKEN` or `MODELSCOPE_API_TOKEN`.
 
         Returns:
             the paths of the checkpoint.
+
+        Raises:
+            HubError: `push_to_hub` without a token; nothing was saved.
         """
         from twinkle_client import types
 
         if output_dir is not None:
             raise ArgumentError("output_dir: a service decides where it saves; leave it out")
+        if push_to_hub is not None:
+            hub_token = token_of(push_to_hub, hub_token)
+        elif hub_token is not None:
+            raise ArgumentError("hub_token has no effect without push_to_hub; leave it out")
         adapter = yield from self._found(adapter_name)
         if name is None or interval != 1:
             step = (yield from adapter.queue.call("get_progress", {}))["cur_step"]
@@ -384,7 +396,11 @@ class MultiLoraTransformersModel:
             body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
         saved = yield from adapter.queue.call("save", body)
         path = saved["path"].replace("tinker://", "twinkle://", 1)
-        return types.SaveResponse(twinkle_path=path, checkpoint_dir=path)
+        response = types.SaveResponse(twinkle_path=path, checkpoint_dir=path)
+        if push_to_hub is not None:
+            begun = yield from upload(self.client.connection, path, push_to_hub, hub_token)
+            response.upload_id = begun["request_id"]
+        return response
 
     save, save_async = twins(_save)
 

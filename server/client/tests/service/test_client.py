@@ -17,7 +17,7 @@ from native_rows import CONFIG, rows
 from serving import Served
 
 from twinkle.data_format import SamplingParams
-from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.errors import ArgumentError, HubError, TrainingStateError
 from twinkle_client import (
     Connection,
     MultiLoraTransformersModel,
@@ -96,7 +96,7 @@ def test_conversations_are_encoded_by_the_template_of_the_model(model: MultiLora
         (lambda m: m.forward_only(rows(1, 5), topk=3), ArgumentError, "no argument 'topk'"),
         (lambda m: m.set_loss(print), ArgumentError, "give the name of a component"),
         (lambda m: m.set_loss("GRPO"), OperationFailed, "unknown loss_fn 'GRPO'"),
-        (lambda m: m.apply_patch("Qwen3ChatTemplate"), OperationFailed, "available: none"),
+        (lambda m: m.apply_patch("Qwen3ChatTemplate"), OperationFailed, "is not marked as safe"),
         (lambda m: m.save("x", output_dir="/tmp"), ArgumentError, "a service decides where it saves"),
         (lambda m: m.save("../x"), OperationFailed, "a checkpoint name must be"),
         (lambda m: m.load("/etc/passwd"), OperationFailed, "a checkpoint name must be"),
@@ -381,3 +381,19 @@ def test_tokens_arrive_while_they_are_sampled(client: TwinkleClient, service: Se
         next(sampler.sample_stream(prompts[0], {"prompt_logprobs": 1}))
     with pytest.raises(RequestRefused, match="tokens between 0 and"):
         next(sampler.sample_stream({"input_ids": [10**6]}))
+
+
+def test_a_saved_checkpoint_is_uploaded_where_asked(
+    model: MultiLoraTransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(HubError, match="give hub_token="):
+        model.save("pushed", push_to_hub="hf://tester/pushed")
+    with pytest.raises(ArgumentError, match="no effect without push_to_hub"):
+        model.save("pushed", hub_token="t")
+    assert not model.client.list_checkpoints(model.training_run_id())
+    saved = model.save("pushed", push_to_hub="hf://tester/pushed", hub_token="hf_none")
+    assert saved.upload_id
+    state = model.upload_status(saved.upload_id)
+    assert (state["checkpoint_path"], state["private"]) == (saved.twinkle_path, True)
+    assert state["status"] in ("queued", "running", "failed")  # this machine has no hub

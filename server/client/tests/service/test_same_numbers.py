@@ -57,6 +57,22 @@ def single_calls(model: Any) -> list[Any]:
     return [*seen, *model.get_state_dict(adapter_name="a").values()]
 
 
+def noisy(model: Any) -> list[Any]:
+    """NEFTune's noise on one adapter of two, in passes that share a prompt."""
+    model.add_adapter_to_model("a", CONFIG, seed=7)
+    model.add_adapter_to_model("b", CONFIG, seed=8)
+    model.apply_patch("NEFTunePatch", noise_alpha=30.0, adapter_name="a")
+    seen: list[Any] = []
+    for step in range(2):
+        for name in ("a", "b"):
+            batch = [rows(9, 6)[0], *rows(step, 12, 7), rows(9, 6)[0]]
+            output = model.forward_backward(inputs=batch, adapter_name=name, micro_batch_size=3)
+            seen += [output["loss"], output["logps"]]
+            model.clip_grad_and_step(adapter_name=name)
+    seen.append(model.forward_only(inputs=rows(50, 8, 8), adapter_name="a")["logps"])
+    return seen
+
+
 def preferences(model: Any) -> list[Any]:
     """DPO whose reference is the same model without the adapter."""
     model.add_adapter_to_model("a", CONFIG | {"lora_dropout": 0.0}, seed=5)
@@ -116,7 +132,7 @@ def embeddings(model: Any) -> list[Any]:
 SCRIPTS = [
     supervised,
     policy,
-    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, preferences, embeddings)),
+    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, noisy, preferences, embeddings)),
 ]
 
 

@@ -17,6 +17,9 @@ from twinkle_server.engine.exports import EXPORT
 
 _CONFIG: Final = "adapter_config.json"
 _OWN: Final = "manifest.json"
+_MODEL: Final = "config.json"
+_STATE: Final = ("state.", "native")
+"""Beginnings of the names of files with the state of training."""
 
 
 def main() -> None:
@@ -41,7 +44,7 @@ def main() -> None:
 
 
 def collect(folder: Path, target: Path, base: str | None) -> Path:
-    """Return a folder with the adapter of a checkpoint in PEFT's format, without the state of training.
+    """Return a folder with the adapter of a checkpoint in PEFT's format, or a whole model, without training state.
 
     Args:
         folder: of the checkpoint.
@@ -53,6 +56,11 @@ def collect(folder: Path, target: Path, base: str | None) -> Path:
     """
     target.mkdir()
     names = [path.name for path in folder.iterdir() if path.is_file() and path.name != _OWN]
+    if _MODEL in names:
+        for name in names:
+            if not name.startswith(_STATE):
+                shutil.copyfile(folder / name, target / name)
+        return target
     exported = [name for name in names if name.startswith((EXPORT, "adapter_"))]
     for name in exported:
         shutil.copyfile(folder / name, target / name.removeprefix(EXPORT))

@@ -38,6 +38,7 @@ SCRIPT: list[Step] = [
     component("set_lr_scheduler", "CosineWarmupScheduler", num_warmup_steps=1, num_training_steps=6),
     component("set_loss", "CrossEntropyLoss"),
     component("set_processor", "InputProcessor", padding_side="left"),
+    component("apply_patch", "NEFTunePatch", noise_alpha=20.0),
     ("native_pass", "forward_backward", {"inputs": rows(1, 6, 9)}),
     ("native_step", "clip_grad_and_step", {}),
     ("native_pass", "forward_backward", {"inputs": rows(2, 7)}),
@@ -218,7 +219,7 @@ def test_a_checkpoint_continues_a_run(base: Path, tmp_path: Path, optimizer: boo
         ("set_processor", "InputProcessor", {"padding_side": "up"}, "padding_side"),
         ("add_metric", "GRPOMetric", {"top_k_kl": 10**9}, "at most 1000"),
         ("add_metric", "EmbeddingMetric", {}, "can be used on this service"),
-        ("apply_patch", "NoSplitModulesPatch", {}, "can be used on this service"),
+        ("apply_patch", "NoSplitModulesPatch", {}, "can be used on this service: it changes the base model"),
     ],
 )
 def test_what_a_client_may_not_name_is_refused(

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from twinkle import remote_class, remote_function
+from twinkle import registry, remote_class, remote_function
 from twinkle.checkpoint_engine import CheckpointEngineMixin
 from twinkle.data_format import ModelOutput
-from twinkle.errors import Unsupported
+from twinkle.errors import ArgumentError, Unsupported
 from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
 from twinkle_torch.numerics import Evidence
@@ -173,12 +173,23 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         """See `TransformersModel.set_grad_scaler`."""
         self._training.set_grad_scaler(adapter_name, kwargs)
 
-    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the Hugging Face module, unless it would bypass adapters.
+    def apply_patch(self, patch_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Apply a patch to the Hugging Face module, unless it would bypass adapters; or one to an adapter.
+
+        Args:
+            patch_cls: the patch. One with `per_adapter`, such as `NEFTunePatch`, changes one adapter's training passes
+                only; applying it again replaces it.
+            adapter_name: the adapter of such a patch; None for all others.
+            **kwargs: arguments of the patch.
 
         Raises:
             Unsupported: the patch replaces the forward of a layer that adapters may be on; nothing is changed then.
+            ArgumentError: a patch of the module was given an adapter, or one of adapters none.
         """
+        if self._is_per_adapter(patch_cls, adapter_name):
+            tenant, patch = self._adapters.tenant(adapter_name), registry().build(patch_cls, "patch", **kwargs)
+            tenant.patches = [other for other in tenant.patches if type(other) is not type(patch)] + [patch]
+            return
         self._loaded.apply_patch(patch_cls, kwargs)
         try:
             self.pool.rebind(self._loaded.backbone)
@@ -186,8 +197,23 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
             self.undo_patch(patch_cls)
             raise
 
-    def undo_patch(self, patch_cls: Any) -> None:
-        """Undo a patch that `apply_patch` applied."""
+    @staticmethod
+    def _is_per_adapter(patch_cls: Any, adapter_name: str | None) -> bool:
+        per_adapter = bool(getattr(registry().resolve(patch_cls, "patch"), "per_adapter", False))
+        if per_adapter and adapter_name is None:
+            raise ArgumentError(f"{patch_cls!r} is a patch of one adapter; give adapter_name=")
+        if adapter_name is not None and not per_adapter:
+            raise ArgumentError(
+                f"{patch_cls!r} changes the base model, which all adapters share; leave adapter_name= out"
+            )
+        return per_adapter
+
+    def undo_patch(self, patch_cls: Any, *, adapter_name: str | None = None) -> None:
+        """Undo a patch that `apply_patch` applied, with the same `adapter_name`."""
+        if self._is_per_adapter(patch_cls, adapter_name):
+            tenant, kind = self._adapters.tenant(adapter_name), registry().resolve(patch_cls, "patch")
+            tenant.patches = [other for other in tenant.patches if type(other) is not kind]
+            return
         self._loaded.undo_patch(patch_cls)
         self.pool.rebind(self._loaded.backbone)
 

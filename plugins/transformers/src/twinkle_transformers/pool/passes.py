@@ -26,6 +26,7 @@ from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.memory import SHARE, Recompute
 from twinkle_transformers.pool.compatibility import measure_adapters, run_each_sequence
 from twinkle_transformers.pool.config import AdapterPlan
+from twinkle_transformers.pool.embedding import changed_embeddings
 from twinkle_transformers.pool.stream import Outputs, Scratch, Stream, TokenPieces, build, pieces_of
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.pool.work import MicroBatch, Scoring, WorkItem, split_in_half
@@ -223,7 +224,8 @@ class FusedPasses:
             torch.autograd.backward(roots)
 
     def _body(self, stream: Stream) -> Tensor:
-        with self._recomputing(), self._autocast():
+        patched = changed_embeddings(self.backbone.model, stream.patched)
+        with self._recomputing(), self._autocast(), patched:
             if self._alone:
                 return run_each_sequence(self._run, stream)
             given = {"input_ids": stream.ids}

@@ -30,7 +30,8 @@ from twinkle_transformers.group import Pass
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups, runs
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing, stack
-from twinkle_transformers.noise import masks_from, token_keys
+from twinkle_transformers.noise import masks_from
+from twinkle_transformers.pool.embedding import PatchedRow, is_patched, keys_of, patched_rows
 from twinkle_transformers.pool.work import MicroBatch, Scoring
 from twinkle_transformers.shared_prefixes import plan_prefixes
 
@@ -60,6 +61,8 @@ class Stream:
     padding: int = 0
     borrowed: list[Tensor] = field(default_factory=list)
     """Buffers to return to the scratch."""
+    patched: list[PatchedRow] = field(default_factory=list)
+    """Rows whose embeddings are changed."""
 
 
 class Scratch:
@@ -163,7 +166,10 @@ def build(
     routing = Routing([c for c, _ in adapter_groups], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
     segments = Segments.of(lengths, device, parents if max(parents, default=-1) >= 0 else None)
     tokens = torch.cat(ids)[None]
-    return Stream(tokens.to(device), where[None].to(device), segments, routing, adapter_groups, padding, borrowed)
+    return Stream(
+        tokens.to(device), where[None].to(device), segments, routing, adapter_groups, padding, borrowed,
+        patched_rows(parts, device),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -193,7 +199,7 @@ def pieces_of(part: MicroBatch, share: bool) -> TokenPieces:
 
 def _pieces(part: MicroBatch, share: bool) -> TokenPieces:
     sequences = part.sequences
-    if share and len(sequences) > 1 and not _drops(part):
+    if share and len(sequences) > 1 and not _drops(part) and not is_patched(part):
         plan = plan_prefixes(sequences)
         if plan.saved:
             ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
@@ -236,7 +242,7 @@ class _Dropout:
     def __init__(self, parts: Sequence[MicroBatch], device: torch.device) -> None:
         self.lengths = [part.computed for part in parts]
         self.rates = [part.work.tenant.plan.dropout for part in parts if part.work.tenant is not None]
-        self.keys = torch.cat([self._keys(part) for part in parts]).to(device)
+        self.keys = torch.cat([keys_of(part) for part in parts]).to(device)
 
     def __call__(self, name: str, features: int, dtype: torch.dtype) -> Tensor:
         """Return the factors `[L, features]` of one layer."""
@@ -245,14 +251,6 @@ class _Dropout:
             return masks_from(self.keys, site, features, self.rates[0], dtype)
         keys = torch.split_with_sizes(self.keys, self.lengths)
         return torch.cat([masks_from(k, site, features, rate, dtype) for k, rate in zip(keys, self.rates, strict=True)])
-
-    @staticmethod
-    def _keys(part: MicroBatch) -> Tensor:
-        sizes = torch.tensor([len(s) for s in part.sequences])
-        rows = torch.repeat_interleave(torch.arange(len(sizes)) + part.first, sizes)
-        positions = torch.cat([torch.arange(len(s)) for s in part.sequences])
-        seed = part.work.tenant.group.seed if part.work.tenant is not None else 0
-        return token_keys(seed or 0, part.work.number, rows, positions)
 
 
 class Outputs:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class Tenant:
     usage: Usage = field(default_factory=Usage)
     spare: Tensor | None = None
     """Buffer of the last gradients, reused for the next: allocating memory costs more than the copy."""
+    patches: list[Any] = field(default_factory=list)
+    """Patches of this adapter alone; see `pool.embedding`."""
     latest: tuple[tuple[int, int], AdapterVersion] | None = None
     """The last version that was taken, and the state that it is of."""
 

@@ -109,10 +109,15 @@ class SaveRequest(Request):
 
 
 class SaveResponse(Response):
-    """A checkpoint that was saved; `checkpoint_dir` is its path, too: both are taken by `load` and `upload_to_hub`."""
+    """A checkpoint that was saved; `checkpoint_dir` is its path, too: both are taken by `load` and `upload_to_hub`.
+
+    Attributes:
+        upload_id: of its upload to a hub, if one was asked for.
+    """
 
     twinkle_path: str
     checkpoint_dir: str
+    upload_id: str | None = None
 
     def __str__(self) -> str:
         return self.twinkle_path

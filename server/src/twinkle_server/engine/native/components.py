@@ -61,8 +61,16 @@ def find(kind: str, name: str, in_process: Sequence[str] = ()) -> ComponentSpec:
         close = nearest(own, available)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(sorted(available)) or "none"
-        raise UserError(f"no {kind} {name[:80]!r} can be used on this service{hint}; available: {listed}")
+        reason = _why_unsafe(kind, own)
+        raise UserError(f"no {kind} {name[:80]!r} can be used on this service{reason or hint}; available: {listed}")
     return spec
+
+
+def _why_unsafe(kind: str, name: str) -> str:
+    """Return why an installed component may not be used, or an empty string."""
+    if kind == "patch" and name in registry().specs(kind):
+        return ": it changes the base model, which all tenants share, and is not marked as safe (tenant_safe)"
+    return ""
 
 
 def names(kind: str, in_process: Sequence[str] = ()) -> list[str]:

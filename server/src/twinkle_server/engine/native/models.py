@@ -204,9 +204,10 @@ class NativeModels:
         context.state.metrics.append(added)
 
     def apply_patch(self, context: "_Context", arguments: dict[str, Any]) -> None:
-        """Refuse a patch: all tenants share the model that it would change."""
-        spec = components.find("patch", arguments["name"], self._in_process)
-        raise UserError(f"patch {spec.name!r} changes the base model, which many tenants share")
+        """Apply a patch to the passes of one model; one that changes the base model is refused."""
+        name, options = arguments["name"], dict(arguments.get("options", {}))
+        self._put_patch(context.ref, name, options)
+        context.state.patches = [entry for entry in context.state.patches if entry[0] != name] + [(name, options)]
 
     def forward(self, context: "_Context", arguments: dict[str, Any]) -> Any:
         """Run rows in training mode, and keep their graph."""
@@ -361,6 +362,8 @@ class NativeModels:
             self._put_loss(queue_id, ref, state.loss)
         for name, options, training in state.metrics:
             self._put_metric(ref, name, options, training)
+        for name, options in state.patches:
+            self._put_patch(ref, name, options)
         return state
 
     def begin_with(self, queue_id: str, folder: Path) -> None:
@@ -431,6 +434,11 @@ class NativeModels:
         spec = components.find("metric", name, self._in_process)
         checked = components.check_options("metric", name, options)
         self._of_model("add_metric", ref, f"{spec.dist}/{spec.name}", training, **checked)
+
+    def _put_patch(self, ref: AdapterRef, name: str, options: Mapping[str, Any]) -> None:
+        spec = components.find("patch", name, self._in_process)
+        checked = components.check_options("patch", name, options)
+        self._of_model("apply_patch", ref, f"{spec.dist}/{spec.name}", **checked)
 
     def _put_loss(self, queue_id: str, ref: AdapterRef, named: Named) -> None:
         spec = self._losses.find(named[0])

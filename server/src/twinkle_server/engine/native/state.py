@@ -44,6 +44,7 @@ class NativeState:
         scheduler: of the learning rate.
         template: encodes conversations.
         processor: collates rows.
+        patches: applied to this model alone: name and options.
         metrics: added ones: name, options, and whether for training (None: both).
         consumed: samples that the client had consumed at the checkpoint; of a model, at the one that it last loaded.
         pending_tokens: tokens since the last step, whose outputs wait for metrics.
@@ -59,6 +60,7 @@ class NativeState:
     template: Named | None = None
     processor: Named | None = None
     metrics: list[tuple[str, dict[str, Any], bool | None]] = field(default_factory=list)
+    patches: list[Named] = field(default_factory=list)
     consumed: int = 0
     pending_tokens: int = 0
     forward: Staged | None = None
@@ -97,6 +99,7 @@ class NativeState:
                 raise ValueError("it was written by a newer version")
             del document["adapter"]
             state = cls(**{name: _named(value) for name, value in document.items()})
+            state.patches = [(name, options) for name, options in state.patches]
             state.metrics = [(name, options, training) for name, options, training in state.metrics]
             for name in ("forward", "forward_only"):
                 if (head := document.get(name)) is not None:
