@@ -155,7 +155,7 @@ def test_checkpoints(model: MultiLoraTransformersModel, client: TwinkleClient) -
     capabilities = client.get_server_capabilities()
     assert capabilities.supported_models[0].model_name == "tiny"
     assert "AdamW" in capabilities.components["optimizer"]
-    assert capabilities.components["patch"] == []
+    assert capabilities.components["patch"] == ["NEFTunePatch"]
 
 
 @pytest.mark.full

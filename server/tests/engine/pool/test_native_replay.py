@@ -38,7 +38,6 @@ SCRIPT: list[Step] = [
     component("set_lr_scheduler", "CosineWarmupScheduler", num_warmup_steps=1, num_training_steps=6),
     component("set_loss", "CrossEntropyLoss"),
     component("set_processor", "InputProcessor", padding_side="left"),
-    component("apply_patch", "NEFTunePatch", noise_alpha=20.0),
     ("native_pass", "forward_backward", {"inputs": rows(1, 6, 9)}),
     ("native_step", "clip_grad_and_step", {}),
     ("native_pass", "forward_backward", {"inputs": rows(2, 7)}),
@@ -168,6 +167,21 @@ def test_a_snapshot_of_a_restored_model_is_the_snapshot(base: Path, tmp_path: Pa
     assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in folders[16].iterdir())
     for path in folders[16].glob("native*"):
         assert (again / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_patch_of_a_model_is_part_of_its_snapshot(base: Path, tmp_path: Path) -> None:
+    train: Step = ("native_pass", "forward_backward", {"inputs": rows(1, 6, 9)})
+    session = Session(base, tmp_path)
+    session.create()
+    plain = session.snapshot()
+    session.do(component("apply_patch", "NEFTunePatch", noise_alpha=1.0), 1)
+    session.do(component("apply_patch", "NEFTunePatch", noise_alpha=20.0), 2)
+    patched = session.snapshot()
+    losses = [session.do(train, 3)[0]["value"]["loss"]]
+    for folder in (patched, plain):
+        session.executor.restore(QUEUE, folder)
+        losses.append(session.do(train, 3)[0]["value"]["loss"])
+    assert losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
