@@ -52,6 +52,7 @@ ALLOWED = {
     "docs/guides/researcher/recipes.md": {"starts processes": 1},
     "docs/guides/tenant/data-on-the-service.md": {"needs a network": 1},
     "docs/guides/operator/configuration.md": {"serves until it is stopped": 1},
+    "docs/guides/tenant/client.md": {"needs a service that allows it": 1},
     "docs/guides/tenant/tinker.md": {"changes the shell": 1},
     "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
     "docs/guides/tenant/chat.md": {"changes the shell": 1, "needs a model with tools": 1},

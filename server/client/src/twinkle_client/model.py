@@ -396,11 +396,10 @@ class MultiLoraTransformersModel:
             body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
         saved = yield from adapter.queue.call("save", body)
         path = saved["path"].replace("tinker://", "twinkle://", 1)
-        response = types.SaveResponse(twinkle_path=path, checkpoint_dir=path)
+        begun: dict[str, Any] = {}
         if push_to_hub is not None:
             begun = yield from upload(self.client.connection, path, push_to_hub, hub_token)
-            response.upload_id = begun["request_id"]
-        return response
+        return types.SaveResponse(twinkle_path=path, checkpoint_dir=path, upload_id=begun.get("request_id"))
 
     save, save_async = twins(_save)
 
