@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .reading import read_manifest
     from .registry import Registry
     from .settings import Settings
+    from .trust.identity import CodeIdentity
     from .validation import MissingRequirement, check_requirements, missing_requirements
     from .view import RegistryView
 
@@ -71,6 +72,7 @@ _HOMES = {
     "reading": ("read_manifest",),
     "registry": ("Registry",),
     "settings": ("Settings",),
+    "trust.identity": ("CodeIdentity",),
     "validation": ("MissingRequirement", "check_requirements", "missing_requirements"),
     "view": ("RegistryView",),
 }
@@ -79,6 +81,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "MANIFEST_NAME",
     "ArgumentError",
+    "CodeIdentity",
     "CommandSpec",
     "ComponentConflict",
     "ComponentNotFound",

@@ -30,6 +30,7 @@ from .validation import Validator, broken, check_requirements, lifecycle_hooks, 
 if TYPE_CHECKING:
     from .hooks import HookCall, Implementers, PluginSet
     from .trust.frozen import Frozen
+    from .trust.identity import CodeIdentity
     from .view import RegistryView
 
 
@@ -386,6 +387,17 @@ class Registry:
 
             return import_in_load(ref, context=str(spec), declared_by="its manifest")
         return import_object(ref, context=str(spec), declared_by="its manifest")
+
+    def identity(self, spec: ComponentSpec) -> CodeIdentity:
+        """Return which code a component is: plugin, version and digest; its files are read now.
+
+        Raises:
+            ComponentNotFound: Its plugin is no longer installed.
+            NotTrusted: The listing of its repository was changed.
+        """
+        from .trust.identity import identity_of
+
+        return identity_of(spec, self.records)
 
     def contract(self, kind: str) -> Any:
         """Return the contract of a kind, imported on first use, or None if any object is accepted."""

@@ -68,6 +68,11 @@ class LockedDistribution:
     version: str
     files: Mapping[str, str] = field(hash=False)
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the listing of its files."""
+        return digest_of(self.files)
+
 
 @dataclass(frozen=True, slots=True)
 class LockedFile:

@@ -24,10 +24,11 @@ from twinkle.engine import (
     StepResult,
 )
 from twinkle.errors import CheckpointError, NonFiniteError
+from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.exports import WithExport, exported_spec
 from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
-from twinkle_server.engine.losses.catalog import CUSTOM, Losses, accepted_inputs, ignored_inputs
+from twinkle_server.engine.losses.catalog import CUSTOM, OWN, PUBLISHED, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.native.models import Finish, NativeModels
 from twinkle_server.engine.native.state import read_spec
 from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows, vectors_of
@@ -480,9 +481,9 @@ class Executor:
             number = None if item.composition is None else item.composition.number
             if number is None:
                 number = self.engine.progress(model.ref).cur_step + trained[item.queue_id]
-            operation, finish = self._models.native.operation(item.queue_id, item.payload, number, item.composition)
-            trained[item.queue_id] += operation.kind == "forward_backward"
-            return Reading(operation, finish, lambda outcome: native_rows(operation, outcome))
+            native, ended = self._models.native.operation(item.queue_id, item.payload, number, item.composition)
+            trained[item.queue_id] += native.kind == "forward_backward"
+            return Reading(native, ended, lambda outcome: native_rows(native, outcome))
         if not model.spec.rank:
             raise UserError("a full-parameter model is trained through the native client; this call is of another")
         request = read_request(item.payload)
@@ -493,6 +494,7 @@ class Executor:
             raise UserError(str(error)) from error
         options: Mapping[str, Any] = {}
         loss: Any
+        plugin: ComponentSpec | None = None
         if self._custom_losses and request.loss_fn == CUSTOM:
             from twinkle_server.engine.losses import custom  # imports torch
 
@@ -507,13 +509,18 @@ class Executor:
                 request, context, vocabulary, accepted_inputs(spec), ignored_inputs(spec), SEQUENCES in spec.inputs
             )
             loss = self._losses.build(spec, config, rows, queue_id=item.queue_id, number=item.number)
+            plugin = None if spec.name in (*PUBLISHED, *OWN) else spec
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         operation = Operation(
             model.ref, kind, features, loss, rows.inputs, number=item.number, loss_options=options,
             composition=None if item.composition is None else item.composition.passes,
         )  # fmt: skip
-        return Reading(operation, lambda outcome: output_of(outcome, rows), lambda outcome: trained_rows(rows, outcome))
+
+        def finish(outcome: OperationResult | OperationError) -> bytes | Exception:
+            return output_of(outcome, rows, None if plugin is None else self._losses.code_of(plugin, loss))
+
+        return Reading(operation, finish, lambda outcome: trained_rows(rows, outcome))
 
     def step(self, steps: Sequence[tuple[str, OptimStep | bytes]]) -> list[bytes | Mapping[str, float] | Exception]:
         """Update several models together.

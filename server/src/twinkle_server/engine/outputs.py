@@ -13,8 +13,16 @@ from twinkle_server.wire import codec
 from twinkle_server.wire.codec import Array
 
 
-def output_of(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Exception:
-    """Return the serialized `ForwardBackwardOutput` of an operation, or its error."""
+def output_of(
+    outcome: OperationResult | OperationError, rows: Rows, code: Mapping[str, str] | None = None
+) -> bytes | Exception:
+    """Return the serialized `ForwardBackwardOutput` of an operation, or its error.
+
+    Args:
+        outcome: of the operation.
+        rows: its rows.
+        code: which code computed its loss, where that is not part of the service; see `Losses.code_of`.
+    """
     if isinstance(outcome, OperationError):
         return public_error(outcome.error)
     logprobs = _logprobs(outcome, rows)
@@ -22,7 +30,14 @@ def output_of(outcome: OperationResult | OperationError, rows: Rows) -> bytes | 
         return UserError("this loss does not return token logprobs; use another loss")
     metrics = dict(_metric(name, float(value), len(logprobs)) for name, value in outcome.metrics.items())
     metrics["loss:sum"] = float(outcome.loss_sum or 0.0)
-    return codec.forward_backward_output([{"logprobs": array} for array in logprobs], metrics)
+    return codec.forward_backward_output([{"logprobs": array} for array in logprobs], metrics, _type_of(code))
+
+
+def _type_of(code: Mapping[str, str] | None) -> str:
+    """Return the type of a result's outputs, the one text in it that clients see: they cut it at the last colon."""
+    if code is None:
+        return codec.OUTPUT_TYPE
+    return ";".join([codec.OUTPUT_TYPE, *(f"{name}={value.replace(':', '_')}" for name, value in code.items())])
 
 
 def vectors_of(outcome: OperationResult) -> bytes:

@@ -17,6 +17,7 @@ from twinkle_server.wire import tinker_pb2 as pb
 __all__ = [
     "EMPTY_LOGPROB",
     "MAX_CELLS",
+    "OUTPUT_TYPE",
     "Array",
     "SampledPrompt",
     "SampledText",
@@ -29,6 +30,7 @@ __all__ = [
     "loss_config",
     "parse_request",
     "read_forward_backward_output",
+    "read_output_type",
     "read_sample_response",
     "read_sparse",
     "read_tensor",
@@ -279,12 +281,19 @@ def datum_inputs(datum: pb.Datum, cells: int = MAX_CELLS) -> dict[str, Array]:
     return {name: read_tensor(datum.loss_fn_inputs[name], name, cells) for name in sorted(datum.loss_fn_inputs)}
 
 
-def forward_backward_output(outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]) -> bytes:
+OUTPUT_TYPE: Final = "ArrayRecord"
+"""`loss_fn_output_type` of a pass: a text without a colon, which clients pass on."""
+
+
+def forward_backward_output(
+    outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float], kind: str = OUTPUT_TYPE
+) -> bytes:
     """Serialize the result of a pass.
 
     Args:
         outputs: for each datum, its arrays by name, `[N]` or `[N, K]`; all datums have the same names.
         metrics: by `name:reduction`.
+        kind: `loss_fn_output_type`.
     """
     records = []
     for group in _groups(outputs):
@@ -292,7 +301,7 @@ def forward_backward_output(outputs: Sequence[Mapping[str, Array]], metrics: Map
         for name in group[0]:
             record.fields[name].CopyFrom(write_batch([output[name] for output in group]))
         records.append(record)
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=metrics)
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=records, metrics=metrics)
     return bytes(message.SerializeToString(deterministic=True))
 
 
@@ -311,6 +320,15 @@ def read_forward_backward_output(data: bytes) -> tuple[list[dict[str, Array]], d
             raise ValueError(f"the arrays of a record must cover its {record.num_datums} datums, got {sorted(counts)}")
         outputs += [{name: arrays[i] for name, arrays in fields.items()} for i in range(record.num_datums)]
     return outputs, dict(message.metrics)
+
+
+def read_output_type(data: bytes) -> str:
+    """Return `loss_fn_output_type` of a pass.
+
+    Raises:
+        ValueError: the bytes are not such a message.
+    """
+    return str(_parse(pb.ForwardBackwardOutput, data).loss_fn_output_type)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from twinkle_server.wire.codec import (
     Sparse,
     TopK,
     read_forward_backward_output,
+    read_output_type,
     read_sample_response,
     write_tensor,
 )
@@ -130,7 +131,7 @@ def pass_json(result: bytes) -> bytes:
     rows = [{name: _tensor_json(array, name) for name, array in output.items()} for output in outputs]
     for name, value in metrics.items():
         _finite(value, name)
-    return _dump({"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics})
+    return _dump({"loss_fn_output_type": read_output_type(result), "loss_fn_outputs": rows, "metrics": metrics})
 
 
 def sample_json(result: bytes) -> bytes:

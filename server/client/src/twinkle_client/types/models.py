@@ -1,6 +1,6 @@
 """How a model is created."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,8 +24,6 @@ LayerPattern = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^\^
 It consists of names, dots, digits (`\\d`, `[0-9]`), alternatives such as `(q_proj|v_proj)`, and at most one repetition
 such as `.*` or `\\d+`.
 """
-_PATTERNS: Final = 512
-"""Greatest number of keys of a pattern."""
 
 
 class LayerPatterns(Request):
@@ -36,11 +34,9 @@ class LayerPatterns(Request):
         alpha_pattern: `lora_alpha` of the layers that a key matches.
     """
 
-    rank_pattern: dict[LayerPattern, Annotated[int, Field(ge=1, le=1024)]] = Field(
-        default_factory=dict, max_length=_PATTERNS
-    )
+    rank_pattern: dict[LayerPattern, Annotated[int, Field(ge=1, le=1024)]] = Field(default_factory=dict, max_length=512)
     alpha_pattern: dict[LayerPattern, Annotated[float, Field(allow_inf_nan=False)]] = Field(
-        default_factory=dict, max_length=_PATTERNS
+        default_factory=dict, max_length=512
     )
 
 

@@ -3,13 +3,14 @@
 Losses that ship with Twinkle are computed in the engine process; those of other plugins in worker processes.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final
 
 from twinkle import registry
 from twinkle.errors import NotTrusted
-from twinkle_registry import ComponentSpec, nearest
+from twinkle_registry import CodeIdentity, ComponentSpec, nearest
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.losses.building import (
     SEQUENCES,
@@ -22,6 +23,7 @@ from twinkle_server.engine.losses.building import (
     mask_weightless,
     with_inputs,
 )
+from twinkle_server.engine.losses.identities import identity_or_none
 from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.wire.codec import Array
 
@@ -68,6 +70,7 @@ class Losses:
         self._strict = strict
         self._in_process = frozenset(in_process)
         self.workers: LossWorkers | None = None
+        self._identities: dict[str, CodeIdentity | None] = {}
         remote = [spec for spec in self._specs().values() if limits is not None and self.is_remote(spec)]
         if limits is not None and remote:
             from twinkle_server.engine.losses.workers import workers  # imports torch
@@ -107,6 +110,7 @@ class Losses:
             loss.row_inputs = with_inputs(loss.row_inputs, spec)
             _check_missing(spec, loss, rows)
             return loss
+        self._identify(spec)
         try:
             loss = build_loss(spec, config)
         except NotTrusted as error:  # revoked after `find`
@@ -130,10 +134,28 @@ class Losses:
             loss: Any = self.workers.open(spec, options, queue_id=queue_id, number=number, weighted=False)
             loss.row_inputs = with_inputs(loss.row_inputs, spec)
             return loss
+        self._identify(spec)
         try:
             return build_loss(spec, options)
         except NotTrusted as error:  # revoked after `find`
             raise UserError(f"loss {spec.name!r} is no longer available: {error}") from error
+
+    def code_of(self, spec: ComponentSpec, loss: Any) -> dict[str, str] | None:
+        """Return which code computed a loss: `loss`, `plugin`, `version` and `sha256`; None if its plugin is gone.
+
+        Args:
+            spec: the loss.
+            loss: what `build` or `build_own` returned, after its last call.
+        """
+        remote = self.workers is not None and self.is_remote(spec)
+        identity = loss.code if remote else self._identify(spec)
+        return None if identity is None else {"loss": spec.name, **dataclasses.asdict(identity)}
+
+    def _identify(self, spec: ComponentSpec) -> CodeIdentity | None:
+        """Return the code of a plugin in this process, as it was when this was called first: before its import."""
+        if spec.root not in self._identities:
+            self._identities[spec.root] = identity_or_none(spec)
+        return self._identities[spec.root]
 
     def end_dropped(self) -> None:
         """End the worker processes of plugins that no longer offer a loss."""

@@ -92,6 +92,7 @@ class NativeModels:
         check_cells(options, rows, self._info.vocabulary)
         tokens = sum(len(row["input_ids"]) for row in rows)
         loss: Any = None
+        spec = None if state.loss is None or not training else self._losses.find(state.loss[0])
         if training:
             _check_pending(state, tokens)
             loss = self._remote_loss(state, queue_id, number)
@@ -107,7 +108,10 @@ class NativeModels:
                 return public_error(outcome.error)
             self._note_pass(queue_id, state, payload, training, tokens, outcome)
             state.embeds |= training and options.get("task") == EMBEDDING
-            return success(_batch(outcome, left=_pads_left(state)))
+            batch = _batch(outcome, left=_pads_left(state))
+            if spec is not None and (code := self._losses.code_of(spec, loss)) is not None:
+                batch["loss_code"] = code
+            return success(batch)
 
         return operation, finish
 

@@ -21,8 +21,9 @@ import twinkle.errors
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle.loss import Loss
-from twinkle_registry import ComponentSpec
+from twinkle_registry import CodeIdentity, ComponentSpec
 from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.identities import identity_or_none
 from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.engine.losses.workers.calls import fields_of
 from twinkle_server.engine.losses.workers.frames import TensorFrames
@@ -43,6 +44,10 @@ _INSPECT: Final = {
 
 class Remote(Protocol):
     """The loss of one operation in a worker process."""
+
+    @property
+    def code(self) -> CodeIdentity | None:
+        """The code that the worker has imported; None before the first call."""
 
     def begin(self, request: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         """Send a call; return a function that waits for the response."""
@@ -73,6 +78,11 @@ class WorkerLoss(Loss):
         self.__signature__ = _signature(fields.pop("parameters"))
         for name, value in fields.items():
             setattr(self, name, tuple(value) if isinstance(value, list) else value)
+
+    @property
+    def code(self) -> CodeIdentity | None:
+        """The code that the worker of the latest call has imported."""
+        return self._remote.code
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         """Compute the loss of one micro-batch; see `Loss`."""
@@ -181,8 +191,9 @@ _SIGKILL: Final = "was killed by SIGKILL"
 class _Plugin:
     """A plugin, and the process that has imported it, from which its workers are forked."""
 
-    name: str
-    specs: list[ComponentSpec]
+    spec: ComponentSpec
+    """One of its losses."""
+    specs: list[ComponentSpec] = field(default_factory=list)
     process: Child | None = None
     until: float = 0.0
     """Deadline of its import."""
@@ -190,13 +201,21 @@ class _Plugin:
     failure: str = ""
     again: float = 0.0
     """Time at which a failed import may be retried."""
+    code: CodeIdentity | None = None
+    """What the process imports: the files are read just before."""
+
+    @property
+    def name(self) -> str:
+        """Name of the plugin."""
+        return self.spec.dist
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The worker of one queue and plugin; `call` is the number of its current call."""
+    """The worker of one queue and plugin; `call` is the number of its current call, `code` what it has imported."""
 
     process: Child
+    code: CodeIdentity | None
     call: int | None = None
 
 
@@ -294,7 +313,8 @@ class LossWorkers:
         worker = self.find(spec, queue_id)
         self._tree.workers.pop(key, None)
         if worker is None:
-            worker = _Worker(self._forked(self._plugin(spec)))
+            plugin = self._plugin(spec)
+            worker = _Worker(self._forked(plugin), plugin.code)
         self._tree.workers[key] = worker  # ordered by last use
         idle = [key for key, other in self._tree.workers.items() if other.call is None and other is not worker]
         for old in idle[: max(0, len(self._tree.workers) - self.limits.warm)]:
@@ -313,7 +333,7 @@ class LossWorkers:
         return next(self._calls)
 
     def _plugin(self, spec: ComponentSpec) -> _Plugin:
-        return self._tree.plugins.setdefault(spec.dist, _Plugin(spec.dist, []))
+        return self._tree.plugins.setdefault(spec.dist, _Plugin(spec))
 
     def _forked(self, plugin: _Plugin) -> Child:
         for _ in range(2):
@@ -381,7 +401,7 @@ class LossWorkers:
             first.end()
             first = self._tree.first = _first()
             process = Child.fork(first, self.limits.memory, plugin.until)
-        plugin.process = process
+        plugin.process, plugin.code = process, identity_or_none(plugin.spec)
         process.send({"do": "load", "id": 0, "specs": [fields_of(spec) for spec in plugin.specs]}, plugin.until)
         return process
 
@@ -392,6 +412,7 @@ class _Remote:
     def __init__(self, workers: LossWorkers, spec: ComponentSpec, queue_id: str, how: Mapping[str, Any]) -> None:
         self._workers, self._spec, self._queue, self._how = workers, spec, queue_id, how
         self._left = workers.limits.seconds
+        self.code: CodeIdentity | None = None
 
     def begin(self, request: Mapping[str, Any], do: str = "call") -> Callable[[], dict[str, Any]]:
         """Send a call unless the worker is busy; return a function that waits for the response."""
@@ -411,7 +432,7 @@ class _Remote:
             worker = self._workers.worker(self._spec, self._queue)  # importing a plugin has its own limit
             until = time.monotonic() + self._left
             worker.process.send(frame, until)
-            worker.call = frame["id"]
+            worker.call, self.code = frame["id"], worker.code
         except Ended as error:
             raise self._failure(error, worker)  # noqa: B904  # it has its own cause
         except OSError as error:  # out of descriptors, processes or memory
