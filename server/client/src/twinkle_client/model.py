@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twinkle.errors import ArgumentError
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
+from twinkle_client.custom_loss import LossFunction, differentiate, encoded_rows
 from twinkle_client.hub import set_automatic, token_of, upload, upload_status
 from twinkle_client.queues import AdapterQueue, result_of_operation
 from twinkle_client.results import result_of
@@ -224,6 +225,56 @@ class MultiLoraTransformersModel:
         return (yield from self._rows("forward_backward", adapter_name, inputs, kwargs, loss=True))
 
     forward_backward, forward_backward_async = twins(_forward_backward)
+
+    def _forward_backward_custom(
+        self,
+        /,
+        inputs: Any,
+        loss_fn: LossFunction,
+        *,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        denominator: float = 1.0,
+    ) -> Call[Any]:
+        """Forward, a loss that this process computes with torch, and backward.
+
+        The service computes two passes, and the loss of the model (`set_loss`) is not used. Other calls of the adapter
+        are refused until this one has ended.
+
+        Args:
+            inputs: encoded rows. `labels` `[T]` has one token at each position, `[T, K]` a set of K; -100 is none.
+            loss_fn: gets the rows and a list of their log-probabilities, float32 tensors in the shapes of the labels,
+                and returns a scalar, or a scalar and a mapping of metrics.
+            adapter_name: the adapter.
+            temperature: divides the logits.
+            denominator: what the loss is divided by at the step, with those of other backward calls: 1 for a loss that
+                is a mean, and the number of tokens for a sum over tokens.
+
+        Returns:
+            `loss`, `num_tokens` (the denominator), `metrics`, and `logps`, an array for each row.
+
+        Raises:
+            ArgumentError: a row is not encoded, or the function returns no scalar with a gradient.
+        """
+        what = "forward_backward_custom"
+        adapter, rows = self._adapter(adapter_name), encoded_rows(inputs)
+        sent, common = sendable_rows(rows), {"temperature": float(temperature)}
+        first = {"inputs": [_without_weights(row) for row in sent], "rows_apart": True, **common}
+        with adapter.queue.held(what):
+            second = adapter.queue.unanswered_part(first)
+            if second is None:
+                logps = (yield from adapter.queue.call("forward_only", first, what))["logps"]
+                loss, metrics, gradients = differentiate(loss_fn, rows, logps)
+                second = {
+                    "inputs": [{**row, "loss_scale": grad} for row, grad in zip(sent, gradients, strict=True)],
+                    "given_loss": {"value": loss, "denominator": float(denominator)}, **common,
+                }  # fmt: skip
+                adapter.queue.note_part(first, second, {"metrics": metrics, "logps": logps})
+            passed = yield from adapter.queue.call("forward_backward", second, what)
+            kept = adapter.queue.finish_part()
+        return result_of({"loss": passed["loss"], "num_tokens": passed["num_tokens"], **kept})
+
+    forward_backward_custom, forward_backward_custom_async = twins(_forward_backward_custom)
 
     def _calculate_loss(self, /, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
         """Return the loss of the last forward; the arguments are those of the loss."""
@@ -540,6 +591,10 @@ def _component(method: str, given: Any) -> str:
             f"{method}: give the name of a component that is installed on the service, got a {type(given).__name__}"
         )
     return name
+
+
+def _without_weights(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "loss_scale"}
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import twinkle.errors
+from twinkle.errors import ArgumentError
 from twinkle.logging import get_logger
 from twinkle_client import wire
 from twinkle_client.calls import Answer, Call
@@ -44,17 +46,77 @@ class AdapterQueue:
         self._lock = threading.Lock()
         self._last = 0
         self._unanswered: dict[int, tuple[str, bytes]] = {}
+        self._holder = ""
+        self._part: tuple[bytes, Mapping[str, Any], Mapping[str, Any]] | None = None
 
-    def call(self, method: str, body: Mapping[str, Any]) -> Call[Any]:
-        """Make a call and return its value.
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """Refuse all calls until the context ends, except those of `what`.
+
+        Args:
+            what: a method that makes several calls, between which no other may come.
 
         Raises:
+            ArgumentError: another one has begun.
+        """
+        with self._lock:
+            self._refuse("")
+            self._holder = what
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holder = ""
+
+    def note_part(self, first: Mapping[str, Any], second: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        """Keep the second of two `forward_...` calls until it is answered.
+
+        Args:
+            first: body of the first one, `forward_only`.
+            second: body of the second one, `forward_backward`.
+            kept: what the method needs for its result.
+        """
+        self._part = (wire.pack(first), second, kept)
+
+    def finish_part(self) -> Mapping[str, Any]:
+        """Forget the second call, which was answered, and return what was kept for the result."""
+        part, self._part = self._part, None
+        return {} if part is None else part[2]
+
+    def unanswered_part(self, first: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the body of the second call if the same method was called last, and its second call lost.
+
+        It may have been carried out: it is sent again as it was, with its number, instead of both calls.
+        """
+        if self._part is None or self._part[0] != wire.pack(first):
+            return None
+        lost = ("forward_backward", wire.pack(self._part[1]))
+        with self._lock:
+            return self._part[1] if lost in self._unanswered.values() else None
+
+    def _refuse(self, holder: str) -> None:
+        if self._holder not in ("", holder):
+            raise ArgumentError(
+                f"{self._holder} of this adapter has not ended, and the next call would come between its two passes; "
+                f"await {self._holder} first"
+            )
+
+    def call(self, method: str, body: Mapping[str, Any], holder: str = "") -> Call[Any]:
+        """Make a call and return its value.
+
+        Args:
+            method: its name.
+            body: its arguments.
+            holder: the method that holds the queue, if the call is one of its parts.
+
+        Raises:
+            ArgumentError: another method holds the queue.
             TwinkleError: what the method raises on the service.
             OperationFailed: the service failed, or refused the call.
             TwinkleClientError: see `errors`.
         """
         frame = wire.pack(body)
-        number, stale = self._begin(method, frame)
+        number, stale = self._begin(method, frame, holder)
         accepted = False
         try:
             for old in stale:
@@ -74,9 +136,10 @@ class AdapterQueue:
                     yield from self._give_up(number)
             raise
 
-    def _begin(self, method: str, frame: bytes) -> tuple[int, list[int]]:
+    def _begin(self, method: str, frame: bytes, holder: str) -> tuple[int, list[int]]:
         """Return the number of a call, and numbers whose calls were not made again."""
         with self._lock:
+            self._refuse(holder)
             again = next((n for n, call in sorted(self._unanswered.items()) if call == (method, frame)), None)
             if again is not None:
                 del self._unanswered[again]

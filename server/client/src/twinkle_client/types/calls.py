@@ -49,16 +49,42 @@ class Forward(_Rows):
 
 
 class ForwardOnly(_Rows):
-    """`forward_only`; `disable_lora` uses the base model alone."""
+    """`forward_only`.
+
+    Attributes:
+        disable_lora: use the base model alone.
+        topk_logprobs: number of most probable tokens to return at each trained position.
+        rows_apart: return each output as a list with an array for each row, instead of one padded array.
+    """
 
     disable_lora: bool = False
     topk_logprobs: Annotated[int, Field(ge=1, le=1024)] | None = None
+    rows_apart: bool = False
+
+
+class GivenLoss(Request):
+    """A loss that the client has computed from log-probabilities.
+
+    Attributes:
+        value: of the loss.
+        denominator: what it is divided by at the step, with those of other backward calls.
+    """
+
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    denominator: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 class ForwardBackward(_Rows):
-    """`forward_backward`; `loss_inputs` are the arguments of the loss."""
+    """`forward_backward`.
+
+    Attributes:
+        loss_inputs: arguments of the loss.
+        given_loss: a loss of the client in place of the model's; `loss_scale` of each row is its gradient with respect
+            to the log-probabilities of the labels.
+    """
 
     loss_inputs: Plain = Field(default_factory=dict)
+    given_loss: GivenLoss | None = None
 
 
 class CalculateLoss(Arguments):

@@ -20,6 +20,7 @@ from twinkle.errors import EngineFault, NonFiniteError, TwinkleError, Unsupporte
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError, is_passing, public_error
 from twinkle_server.engine.losses.catalog import Losses
+from twinkle_server.engine.losses.given import given_loss
 from twinkle_server.engine.native import components
 from twinkle_server.engine.native.calls import Call, failure, success
 from twinkle_server.engine.native.rows import batch_of, check_cells, on_host, read_rows, writable
@@ -92,10 +93,14 @@ class NativeModels:
         check_cells(options, rows, self._info.vocabulary)
         tokens = sum(len(row["input_ids"]) for row in rows)
         loss: Any = None
-        spec = None if state.loss is None or not training else self._losses.find(state.loss[0])
+        given, apart = arguments.pop("given_loss", None), bool(arguments.pop("rows_apart", False))
+        spec = None if state.loss is None or not training or given else self._losses.find(state.loss[0])
         if training:
             _check_pending(state, tokens)
-            loss = self._remote_loss(state, queue_id, number)
+            if given is None:
+                loss = self._remote_loss(state, queue_id, number)
+            else:
+                loss, inputs = given_loss({"denominator": 1.0, **given}, rows, inputs)
         kind: Literal["forward", "forward_backward"] = "forward_backward" if training else "forward"
         features: Any = rows
         operation = Operation(
@@ -108,7 +113,7 @@ class NativeModels:
                 return public_error(outcome.error)
             self._note_pass(queue_id, state, payload, training, tokens, outcome)
             state.embeds |= training and options.get("task") == EMBEDDING
-            batch = _batch(outcome, left=_pads_left(state))
+            batch = _batch(outcome, left=_pads_left(state), apart=apart)
             if spec is not None and (code := self._losses.code_of(spec, loss)) is not None:
                 batch["loss_code"] = code
             return success(batch)
@@ -557,8 +562,8 @@ def _check_pending(state: NativeState, tokens: int) -> None:
         )
 
 
-def _batch(outcome: OperationResult, *, left: bool) -> dict[str, Any]:
-    batch = batch_of(outcome.outputs, left=left)
+def _batch(outcome: OperationResult, *, left: bool, apart: bool = False) -> dict[str, Any]:
+    batch = batch_of(outcome.outputs, left=left, apart=apart)
     if outcome.loss_sum is not None:
         batch["loss"] = outcome.loss_sum / outcome.denominator if outcome.denominator else 0.0
         batch["num_tokens"] = outcome.denominator

@@ -134,15 +134,18 @@ def writable(value: Any) -> Any:
     return value
 
 
-def batch_of(outputs: Sequence[Mapping[str, Any]], *, left: bool) -> dict[str, Any]:
-    """Return the outputs of rows as arrays `[B, T, ...]`, padded with 0 on the right or on the left."""
+def batch_of(outputs: Sequence[Mapping[str, Any]], *, left: bool, apart: bool = False) -> dict[str, Any]:
+    """Return the outputs of rows as arrays `[B, T, ...]`, padded with 0 on the right or on the left.
+
+    With `apart`, return each as a list of one array `[T, ...]` for each row.
+    """
     batch: dict[str, Any] = {}
     for name in outputs[0]:
         if name in _HIDDEN:
             continue
         values = [on_host(row[name]) for row in outputs]
         if all(isinstance(value, np.ndarray) for value in values):
-            batch[name] = _stack(values, left=left)
+            batch[name] = values if apart else _stack(values, left=left)
     return batch
 
 
