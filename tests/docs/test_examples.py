@@ -101,6 +101,7 @@ HEAVY = {
     "docs/guides/tenant/data-on-the-service.md",
     "docs/guides/tenant/chat.md",
     "docs/guides/tenant/client.md",
+    "docs/guides/tenant/custom-losses.md",
     "docs/guides/tenant/tinker.md",
     "docs/guides/plugin-author/write-an-engine.md",
     "docs/guides/researcher/preference-and-distillation.md",

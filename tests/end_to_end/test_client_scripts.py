@@ -100,6 +100,7 @@ def test_self_cognition_saves_and_resumes_and_its_adapter_is_sampled(
     ("script", "options", "name", "sign"),
     [
         ("dpo.py", ("--steps", "4", "--batch-size", "2", "--lr", "1e-2"), "margin", 1),
+        ("topk_distillation.py", ("--rows", "16", "--epochs", "2", "--lr", "1e-2"), "loss", -1),
         ("embedding.py", ("--steps", "2", "--epochs", "3", "--batch-size", "4", "--lr", "1e-2"), "loss", -1),
         ("multi_turn_rollout.py", ("--max-tokens", "8", "--steps", "3", "--lr", "1e-2"), "loss", -1),
         ("tinker_self_cognition.py", ("--rows", "16", "--epochs", "2", "--lr", "1e-2"), "loss", -1),

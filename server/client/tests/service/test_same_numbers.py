@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from native_rows import CONFIG, rows
+from peft import LoraConfig
 
 from twinkle_client import MultiLoraTransformersModel, TwinkleClient
 
@@ -129,10 +130,28 @@ def embeddings(model: Any) -> list[Any]:
     return seen
 
 
+def layer_patterns(model: Any) -> list[Any]:
+    """Ranks and scales of single layers, from PEFT's own configuration."""
+    config = LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1,
+        rank_pattern={"v_proj": 2, r".*\.1\.mlp\.down_proj": 6, ".*_proj": 5}, alpha_pattern={"q_proj": 3},
+    )  # fmt: skip
+    model.add_adapter_to_model("a", config, seed=7)
+    model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+    seen: list[Any] = []
+    for step in range(2):
+        seen.append(model.forward_backward(inputs=rows(step, 12, 7), adapter_name="a")["loss"])
+        model.clip_grad_and_step(adapter_name="a")
+    return [*seen, *model.get_state_dict(adapter_name="a").values()]
+
+
 SCRIPTS = [
     supervised,
     policy,
-    *(pytest.param(script, marks=pytest.mark.full) for script in (single_calls, noisy, preferences, embeddings)),
+    *(
+        pytest.param(script, marks=pytest.mark.full)
+        for script in (single_calls, noisy, preferences, embeddings, layer_patterns)
+    ),
 ]
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from server_pool import Bench, datum, request
+from server_reference import Reference
 
 from twinkle import registry
 from twinkle_client import wire
@@ -146,6 +148,24 @@ def test_a_running_worker_keeps_the_digest_of_the_code_that_it_has_imported(
     workers.close()
     assert later["loss"] == pytest.approx(first["loss"] * 1.5)
     assert later["loss_code"]["sha256"] != first["loss_code"]["sha256"]
+
+
+@pytest.mark.full
+def test_a_loss_of_a_plugin_sees_sets_of_tokens(fresh: Callable[..., Bench], site: Path) -> None:
+    bench = fresh(extra={"loss_workers": {"seconds": 30.0}})
+    tokens, sets = datum(6, 1)[0], np.random.default_rng(1).integers(1, 256, (6, 3))
+    bench.executor.create("n", Create(2, 1, native=True), None)
+    bench.executor.call("n", payload_of("set_loss", wire.pack({"name": "AcmeScale", "options": {}})))
+    call = payload_of("forward_backward", wire.pack({"inputs": [{"input_ids": tokens, "labels": sets}]}))
+    [found], _ = bench.executor.run([Pass("n", call, 1, native=True)])
+    assert isinstance(found, bytes), found
+    output = wire.unpack(found)["value"]
+    expected = Reference(bench.base).logps(tokens, sets).detach()
+    np.testing.assert_allclose(output["logps"][0], expected.numpy(), atol=2e-5)
+    assert output["loss"] == pytest.approx(-2.0 * float(expected.sum()), rel=1e-5)
+    assert output["loss_code"]["loss"] == "AcmeScale"
+    assert bench.executor._losses.workers is not None
+    bench.executor._losses.workers.close()
 
 
 def test_losses_of_the_service_name_their_code_too_and_published_results_stay_as_published(shared: Bench) -> None:
