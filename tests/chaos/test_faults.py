@@ -69,6 +69,26 @@ def test_work_during_which_the_engine_died_by_chance_is_done(tmp_path: Path) -> 
         assert state_of(model) == ([ONCE], [GOOD])
 
 
+@pytest.mark.full
+def test_results_that_were_reported_before_the_engine_died_stay_and_are_trained_once(tmp_path: Path) -> None:
+    """The rest of the turn is run again."""
+    with served(tmp_path, {"die_within": [ONCE], "seconds_per_token": 0.01}) as service, Raw(service.url) as raw:
+        models = [raw.model() for _ in range(4)]
+        busy = models[0].submit_pass([row([GOOD, *range(2, 150)])])  # the others share the next turn
+        passes = [model.submit_pass([row([GOOD + at, 2, 3])]) for at, model in enumerate(models[1:3], 1)]
+        passes.append(models[3].submit_pass([row([ONCE, 2, 3])]))
+        results = [raw.result(request, "pass", polls=30) for request in (busy, *passes)]
+        assert [raw.result(request, "pass") for request in (busy, *passes)] == results, "a result changed"
+        assert "1 operations were in flight" in service.log(), "none of the turn was reported before the engine died"
+        expected = [GOOD, GOOD + 1, GOOD + 2, ONCE]
+        assert [state_of(model) for model in models] == [([token], []) for token in expected]
+        service.kill()
+        service.start()
+        with Raw(service.url) as again:
+            found = [state_of(RawModel(again, model.id, model.last)) for model in models]
+            assert found == [([token], []) for token in expected]
+
+
 @pytest.mark.parametrize("error", ["enospc", pytest.param("eio", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.full) for name in DISKS]

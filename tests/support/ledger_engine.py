@@ -163,6 +163,7 @@ class Faults:
         seconds_per_decode: duration of a decode step.
         die: these kill the process.
         die_once: these do, once for each folder of marks.
+        die_within: likewise, but within a call of `run`, after the operations before theirs were reported.
         marks: folder that remembers which have killed.
         hang: these never end.
         fatal: these raise `EngineFault`.
@@ -180,6 +181,7 @@ class Faults:
     seconds_per_decode: float = 0.0
     die: Collection[int] = ()
     die_once: Collection[int] = ()
+    die_within: Collection[int] = ()
     marks: str = ""
     hang: Collection[int] = ()
     fatal: Collection[int] = ()
@@ -200,11 +202,7 @@ class Faults:
 
     def strike(self, token: int) -> None:
         """Do what a row of this first token does to a process."""
-        if token in self.die_once:
-            mark = Path(self.marks, f"ledger-died-of-{token}")
-            if not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+        self._die_once(token, self.die_once)
         if token in self.die:
             os.kill(os.getpid(), signal.SIGKILL)
         while token in self.hang:
@@ -215,6 +213,16 @@ class Faults:
             raise RuntimeError(f"the ledger was told that {token} breaks a pass")
         if token in self.memory:
             raise MemoryError(f"the ledger was told that there is no memory for {token}")
+
+    def strike_within(self, token: int) -> None:
+        """Do what a row of this first token does when its operation is computed."""
+        self._die_once(token, self.die_within)
+
+    def _die_once(self, token: int, deadly: Collection[int]) -> None:
+        mark = Path(self.marks, f"ledger-died-of-{token}")
+        if token in deadly and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Numbers(np.ndarray[Any, Any]):
@@ -542,6 +550,8 @@ class LedgerEngine(Engine):
         for place, operation in enumerate(operations):
             if place and self.faults.seconds_per_token > 0:
                 self._between()
+            for row in operation.rows:
+                self.faults.strike_within(int(row["input_ids"][0]))
             self.faults.spend(sum(len(row["input_ids"]) for row in operation.rows), self._between)
             results.append(self._run(place, operation, number))
             self._ended(place, results[-1])

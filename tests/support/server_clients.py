@@ -134,9 +134,9 @@ class Trainer:
         self._last = 0
         self._saves = itertools.count()
 
-    async def create(self) -> "Trainer":
+    async def create(self, base: str = "ledger/model") -> "Trainer":
         """Make the model; again and again it is the same one."""
-        body = {"session_id": self.session, "model_seq_id": self._number, "base_model": "ledger/model"}
+        body = {"session_id": self.session, "model_seq_id": self._number, "base_model": base}
         found = await self.client.do("/create_model", {**body, "lora_config": LORA})
         assert found["model_id"] == self.id
         return self

@@ -146,15 +146,29 @@ def test_the_engine_streams_every_step_and_says_when_it_is_over() -> None:
     assert [message.head["id"] for message in told if message.type == messages.DONE] == [3]
 
 
-@pytest.mark.parametrize(
-    "body", [Generate([1], {"no_such": 1}), Generate([1], {"top_p": 7}), Generate([1], {}, model="x")]
-)
+@pytest.mark.parametrize("body", [Generate([1], {"no_such": 1}), Generate([1], {"top_p": 7})])
 def test_an_invalid_request_is_the_fault_of_its_client(body: Generate) -> None:
     told: list[Message] = []
     sampling = Sampling(Executor(LedgerEngine("base"), "base"), lambda folder: None, told.append)
     sampling.add(Task.of_generate(Message(messages.GENERATE, {"id": -2, "tenant": "t", "model": None}, body.dump())))
     sampling.admit()
     assert [(message.head["id"], message.head["category"]) for message in told] == [(-2, "user")]
+    assert len(sampling) == 0
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_weights_that_could_not_be_restored_yet_are_not_the_fault_of_the_client(broken: bool) -> None:
+    """The service sends requests for models that it has attached: one that is missing was not restored for now."""
+    executor = Executor(LedgerEngine("base"), "base")
+    if broken:
+        executor.create("m", Create(8, 1), None)
+    told: list[Message] = []
+    sampling = Sampling(executor, lambda folder: None, told.append, broken=lambda queue_id: broken and queue_id == "m")
+    body = Generate([1], {"max_tokens": 2}, model="m").dump()
+    sampling.add(Task.of_generate(Message(messages.GENERATE, {"id": -2, "tenant": "t", "model": "m"}, body)))
+    sampling.admit()
+    assert [(message.head["id"], message.head["category"]) for message in told] == [(-2, "server")]
+    assert "repeat the request" in told[0].head["error"]
     assert len(sampling) == 0
 
 

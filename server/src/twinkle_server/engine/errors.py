@@ -44,6 +44,10 @@ class Lost(Exception):
     """A model's state could not be read back."""
 
 
+class NotInMemory(Exception):
+    """The present weights of a model are not there: its restore or replay failed, and the service decides what then."""
+
+
 @contextmanager
 def public_errors() -> Iterator[None]:
     """Raise errors inside the block as `public_error` returns them."""
@@ -102,6 +106,8 @@ def explain(task: Task, error: Exception) -> tuple[str, Category]:
         return _line(str(error)), "user"
     if isinstance(error, Lost):
         return "The state of this model could not be read. Create a new one from its last checkpoint.", "server"
+    if isinstance(error, NotInMemory):
+        return "The weights of this model are not in memory at the moment; repeat the request.", "server"
     _log.error("operation %d (%s) failed", task.id, task.kind, exc_info=error)
     if is_out_of_memory(error):
         return f"There is not enough memory for this {task.kind} ({task.tokens} tokens), even alone.", "server"

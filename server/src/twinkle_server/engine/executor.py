@@ -25,7 +25,7 @@ from twinkle.engine import (
 )
 from twinkle.errors import CheckpointError, NonFiniteError
 from twinkle_registry import ComponentSpec
-from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error, public_errors
+from twinkle_server.engine.errors import NotInMemory, UserError, damaged_checkpoint, public_error, public_errors
 from twinkle_server.engine.exports import WithExport, exported_spec
 from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, OWN, PUBLISHED, Losses, accepted_inputs, ignored_inputs
@@ -166,6 +166,16 @@ class Models:
             raise UserError(f"unknown kind of checkpoint {save.kind!r}")
         return copied, {name: getattr(model.spec, name) for name in _SHAPE}
 
+    def present(self, queue_id: str) -> Model:
+        """Return a model that the service has attached.
+
+        Raises:
+            NotInMemory: its restore failed.
+        """
+        if queue_id not in self._models:
+            raise NotInMemory(queue_id)
+        return self._models[queue_id]
+
     def snapshot(self, queue_id: str) -> SavedAdapter:
         """Copy the complete state of a model, pending gradients included."""
         model = self[queue_id]
@@ -189,7 +199,7 @@ class Models:
     def embedding(self, embed: Embed, source: Path | None) -> Iterator[AdapterRef]:
         """Yield the adapter of a request for vectors: that of a model, or a temporary one with a checkpoint."""
         if embed.model is not None or source is None:
-            yield self[embed.model or ""].ref
+            yield self.present(embed.model or "").ref
             return
         with _checkpoint_errors():
             snapshot = self._engine.read_spec(source)
@@ -378,7 +388,7 @@ class Executor:
         versions = Versions(engine)
         self._samples = Samples(engine, self._info, versions)
         self._entries: list[Entry] = []
-        self._streams = Streams(engine, versions, lambda queue_id: engine.version(self._models[queue_id].ref))
+        self._streams = Streams(engine, versions, lambda queue_id: engine.version(self._models.present(queue_id).ref))
 
     def describe(self) -> ModelInfo:
         """Return the description of the base model."""

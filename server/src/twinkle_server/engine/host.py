@@ -81,7 +81,10 @@ class Host:
             seconds=settings.times.snapshot,
             thread=threads(1, "snapshots"),
         )
-        self._sampling = Sampling(executor, sources, link.send, self._weights, self._queues.rebuilding)
+        self._sampling = Sampling(
+            executor, sources, link.send, self._weights, self._queues.rebuilding,
+            broken=lambda queue_id: self._runner.is_broken(queue_id),
+        )  # fmt: skip
         self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
         self._runner = OperationRunner(
             executor=executor,

@@ -11,7 +11,7 @@ import orjson
 from twinkle.errors import EngineFault
 from twinkle_server.engine import files, messages, queues
 from twinkle_server.engine.encryption import Encrypted
-from twinkle_server.engine.errors import Lost, failed, is_out_of_memory, is_passing
+from twinkle_server.engine.errors import Lost, NotInMemory, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, rollouts
@@ -235,6 +235,8 @@ class OperationRunner:
         self._interleaving.begin([task.id])
         try:
             embed = Embed.parse(task.payload)
+            if self.is_broken(task.queue_id):
+                raise NotInMemory(task.queue_id)
             self._report(done(task, self._executor.embed(embed, self._sources(embed.source))))
         except EngineFault:
             raise
@@ -263,6 +265,10 @@ class OperationRunner:
         """Free a model's memory."""
         self._executor.remove(queue_id)
         self._broken.discard(queue_id)
+
+    def is_broken(self, queue_id: str) -> bool:
+        """Return whether the state of a model is unusable."""
+        return queue_id in self._broken
 
     def _mark_broken(self, queue_id: str) -> None:
         """Mark the state of a model as unusable: no operation runs on it, and no snapshot of it is kept."""

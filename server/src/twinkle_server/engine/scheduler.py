@@ -16,7 +16,7 @@ import orjson
 
 from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
-from twinkle_server.engine.errors import failed
+from twinkle_server.engine.errors import NotInMemory, failed
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import GENERATE, Task, TaskQueues, done
@@ -298,6 +298,7 @@ class Sampling:
         weights: of the tenants.
         rebuilding: returns whether a model does not have all its acknowledged operations yet; requests that use its
             present weights wait.
+        broken: returns whether the state of a model is unusable, because an operation could not be replayed.
 
     Attributes:
         begins: called with a request just before it is submitted to the engine, which takes memory.
@@ -310,7 +311,9 @@ class Sampling:
         report: Callable[[Message], None],
         weights: Weights | None = None,
         rebuilding: Callable[[str], bool] = lambda queue_id: False,
+        broken: Callable[[str], bool] = lambda queue_id: False,
     ) -> None:
+        self._broken = broken
         self.begins: Callable[[int], None] = lambda operation: None
         self._executor, self._source, self._report, self._rebuilding = executor, source, report, rebuilding
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
@@ -346,6 +349,8 @@ class Sampling:
             self._unqueue(task.tenant, task.id)
             try:
                 request = _parse(task)
+                if task.kind == GENERATE and self._broken(task.queue_id):
+                    raise NotInMemory(task.queue_id)
                 self.begins(task.id)
                 source = self._source(request.source)
                 if isinstance(request, Generate):

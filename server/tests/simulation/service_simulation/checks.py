@@ -49,8 +49,8 @@ def _books(world: World) -> list[int]:
     return [
         len(service.futures), len(dispatcher.in_flight), dispatcher.restoring, dispatcher._window.used,
         len(service.unrecorded), sum(len(queue.order.ready) for queue in dispatcher.queues.values()),
-        len(service.generations), len(service.outcomes._queue),
-        len(dispatcher._senders), len(dispatcher._loading), len(dispatcher._burials),
+        len(service.generations), len(service.outcomes._queue), len(dispatcher._senders), len(dispatcher._loading),
+        len(dispatcher._burials),
     ]  # fmt: skip
 
 

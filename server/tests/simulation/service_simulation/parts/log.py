@@ -378,7 +378,8 @@ class _Log:
                 row["finished"] is not None and row["finished"] < now - 500.0
             )
             if over and not row["dropped"] and number not in self.was_recorded:
-                row["dropped"], row["result"], row["error"] = True, None, None
+                row["dropped"], row["result"] = True, None
+                row["error"] = None if row["error"] is None else row["error"][:300]
                 results += 1
         for row in self.rows.values():
             if self.status.get(row["queue"]) == "gone" and row["where"] and row["status"] != "pending":
