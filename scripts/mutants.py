@@ -1,4 +1,4 @@
-"""Measure the simulation: make mutants of the store and the runtime, and count those that it finds.
+"""Measure the simulation: make mutants of the store, the runtime and the native calls, and count those that it finds.
 
 `python scripts/mutants.py --sample 150 --seeds 1000` draws mutants with a fixed seed; `--sample 0` runs all of them. A
 mutant is found when the simulation of a seed fails. Seeds that execute the mutated function run first. Mutants that
@@ -29,10 +29,13 @@ from equivalent_mutants import EQUIVALENT
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "server" / "src"
-PACKAGES = ("store", "runtime")
+PACKAGES = ("store", "runtime", "native", "engine/native")
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "server" / "tests" / "simulation"), str(ROOT / "scripts")]
 
 SKIPPED = {
+    "runs": "lists, which the simulated native client does not ask for",
+    "sampling": "native sampling, whose operations are those of the Tinker protocol",
+    "templates": "the simulated model has no tokenizer",
     "memory": "a journal for benchmarks, which no service uses",
     "migrations": "history; a test compares what migrations make with the tables",
     "tables": "declarations; a test compares them with the migrations",
@@ -57,7 +60,7 @@ RULES = {
 SECONDS, PART_SECONDS = 15.0, 5.0
 """CPU time after which a simulation, which takes about one second, or a part, which takes a tenth, counts as failed."""
 _CHUNK = 25  # seeds of one process
-AGAIN = ("twinkle_server", "service_simulation", "ledger_engine")
+AGAIN = ("twinkle_server", "twinkle_client", "service_simulation", "ledger_engine")
 """Packages that are imported anew for a mutant that is not of one function's code."""
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
