@@ -10,7 +10,7 @@ from functools import partial, reduce
 from typing import Any, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, delete, func, select
 
 from twinkle_server.errors import NotFound
 from twinkle_server.ports import Database
@@ -20,6 +20,14 @@ from twinkle_server.store.tables import figures, rollouts, steps
 _TOGETHER: Final = 16
 """Maximum number of runs whose steps one transaction writes."""
 _PUT_STEP: Final = "INSERT INTO steps (run, step, tenant, number, time, data) VALUES (?, ?, ?, ?, ?, ?)"
+_PUT_ROLLOUT: Final = """
+    INSERT INTO rollouts (tenant, run, number, time, size, about, data) VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+_DROP_SURPLUS: Final = """
+    DELETE FROM rollouts WHERE run = ? AND id <= (
+        SELECT id FROM rollouts WHERE run = ? ORDER BY id DESC LIMIT 1 OFFSET ?
+    )
+"""
 _OPEN: Final = 100
 """Maximum number of rows of a step that is not complete; beyond it, they become one row."""
 MOST: Final = 4096
@@ -275,18 +283,14 @@ class RolloutTable:
             keep: number of newest rows that are kept, by run.
         """
         values = [
-            {"tenant": row.tenant, "run": row.run, "number": row.number, "time": row.time, "size": len(row.data),
-             "about": row.about, "data": row.data}
+            (row.tenant, row.run, row.number, row.time, len(row.data), orjson.dumps(row.about).decode(), row.data)
             for row in rows
-        ]  # fmt: skip
+        ]
 
         def work(connection: Connection) -> None:
-            connection.execute(insert(rollouts), values)
-            for run in {row.run for row in rows}:
-                surplus = select(rollouts.c.id).where(rollouts.c.run == run).order_by(rollouts.c.id.desc())
-                oldest = connection.execute(surplus.offset(keep[run]).limit(1)).scalar()
-                if oldest is not None:
-                    connection.execute(delete(rollouts).where(rollouts.c.run == run, rollouts.c.id <= oldest))
+            raw = driver(connection)
+            raw.executemany(_PUT_ROLLOUT, values)
+            raw.executemany(_DROP_SURPLUS, [(run, run, keep[run]) for run in {row.run for row in rows}])
 
         if values:
             await self._database.write(work)
