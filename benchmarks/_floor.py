@@ -100,4 +100,5 @@ if __name__ == "__main__":
     listener = socket.create_server(("127.0.0.1", 0))
     sys.stdout.write(f"at http://127.0.0.1:{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    uvicorn.Server(uvicorn.Config(application(), access_log=False, log_level="error")).run([listener])
+    config = uvicorn.Config(application(), access_log=False, log_level="error", timeout_keep_alive=60)
+    uvicorn.Server(config).run([listener])

@@ -6,6 +6,7 @@ keeps 40 bytes of each.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from ledger_engine import LedgerEngine  # found by the path above
 
 from twinkle.engine import AdapterRef, Operation, OperationError, OperationResult, Step, StepResult, Usage
+from twinkle_server.engine.executor import Executor
 
 
 class NullEngine(LedgerEngine):
@@ -31,3 +33,11 @@ class NullEngine(LedgerEngine):
         ledger = self._ledgers[step.adapter]
         count, ledger.pending = len(ledger.pending), []
         return StepResult(float(count))
+
+
+class Unrecorded(NullEngine):
+    """The same, in a process whose executor records nothing (`recording_cost.py`)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        Executor._record = lambda self, *rest: None  # type: ignore[method-assign]

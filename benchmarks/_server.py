@@ -49,7 +49,7 @@ def served(folder: Path, journal: str, **settings: Any) -> Iterator[str]:
     """Run the service and give its address.
 
     Args:
-        folder: for its data folder.
+        folder: for its data folder, of the name of the journal.
         journal: "durable" as shipped, or "memory", which forgets.
         **settings: further fields of `Settings`.
     """
@@ -84,17 +84,18 @@ def _running(command: list[str]) -> Iterator[str]:
         process.wait(60)
 
 
-def pass_body(model: str, number: int, tokens: int) -> bytes:
-    """Return the body of one `forward_backward` of one row."""
-    body = wire.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy")
+def pass_body(model: str, number: int, tokens: int, sampled: bool = False) -> bytes:
+    """Return the body of one `forward_backward` of one row; a sampled one has log-probabilities and advantages."""
+    loss = "importance_sampling" if sampled else "cross_entropy"
+    body = wire.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
     row = body.data.add()
     ids = np.arange(1, tokens + 1)
     row.model_input.add().encoded_text.tokens = ids.astype("<i4").tobytes()
-    for name, values, kind in (
-        ("target_tokens", ids.astype("<i8"), wire.DTYPE_INT64),
-        ("weights", np.ones(tokens, "<f4"), wire.DTYPE_FLOAT32),
-    ):
-        row.loss_fn_inputs[name].CopyFrom(wire.Tensor(dense=values.tobytes(), dtype=kind, shape=[tokens]))
+    values = {"target_tokens": (ids.astype("<i8"), wire.DTYPE_INT64)}
+    for name in ("logprobs", "advantages") if sampled else ("weights",):
+        values[name] = np.ones(tokens, "<f4"), wire.DTYPE_FLOAT32
+    for name, (array, kind) in values.items():
+        row.loss_fn_inputs[name].CopyFrom(wire.Tensor(dense=array.tobytes(), dtype=kind, shape=[tokens]))
     return body.SerializeToString()
 
 

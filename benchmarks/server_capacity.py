@@ -46,7 +46,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-async def load(url: str, idle: int) -> tuple[list[float], float]:
+async def load(url: str, idle: int, sampled: bool = False) -> tuple[list[float], float]:
     """Let all clients call for some seconds; return milliseconds of each call and the seconds that it took."""
     setup = Connection(url)
     models = [setup.model() for _ in range(CLIENTS)]
@@ -62,7 +62,7 @@ async def load(url: str, idle: int) -> tuple[list[float], float]:
     for limit in (0.5, SECONDS):  # the first round warms up
         times.clear()
         start = time.perf_counter()
-        await asyncio.gather(*(client(url, model, numbers[model], start + limit, times) for model in models))
+        await asyncio.gather(*(client(url, model, numbers[model], start + limit, times, sampled) for model in models))
         seconds = time.perf_counter() - start
     for task in waiting:
         task.cancel()
@@ -95,12 +95,14 @@ class Line:
         return content
 
 
-async def client(url: str, model: str, numbers: Iterator[int], end: float, times: list[float]) -> None:
+async def client(
+    url: str, model: str, numbers: Iterator[int], end: float, times: list[float], sampled: bool = False
+) -> None:
     """Call until the time is over, and note how long each call took."""
     line = Line(url)
     await line.open()
     while time.perf_counter() < end:
-        body = pass_body(model, next(numbers), TOKENS)
+        body = pass_body(model, next(numbers), TOKENS, sampled)
         start = time.perf_counter()
         sent = await line.post("/forward_backward", body, PROTOBUF)
         asked = json.dumps({"request_id": json.loads(sent)["request_id"], "allow_metadata_only": False}).encode()
