@@ -31,6 +31,7 @@ from twinkle_server.limits.body import BodyLimitMiddleware
 from twinkle_server.limits.forwarded import ForwardedMiddleware
 from twinkle_server.limits.head import RequestHeadMiddleware
 from twinkle_server.native import routes as native
+from twinkle_server.openapi import complete
 from twinkle_server.requests import add_routes, json_response
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
 from twinkle_server.runtime.service import Service
@@ -161,6 +162,12 @@ def create_application(
 class Application(FastAPI):
     """FastAPI with fewer layers around its routes: the service has its own telemetry and body limits."""
 
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI description of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = complete(super().openapi())
+        return self.openapi_schema
+
     def build_middleware_stack(self) -> Any:
         """Return the router in added middleware, error handling, and the exit stack that endpoints of FastAPI need."""
         app: Any = ErrorMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)
@@ -212,9 +219,17 @@ MODULES = (futures, training, sampling, sessions, models, saves, client, runs, c
 
 
 def describe_routes() -> dict[str, Any]:
-    """Return the OpenAPI description of all protocols, without a running service."""
+    """Return the OpenAPI description of all routes but the pages of the dashboard, without a running service."""
+    nothing: Any = None
     application = Application(title="Twinkle", version=API_VERSION, openapi_url=None, docs_url=None, redoc_url=None)
     add_routes(application.router, all_routes())
+    for router in (
+        download_routes(nothing), merge_routes(nothing), tokenizer_routes(nothing, nothing),
+        health_routes(nothing, nothing, nothing, nothing, overview=lambda tenant: nothing),
+    ):  # fmt: skip
+        add_routes(application.router, router)
+    for router in (data_routes.router, upload_routes.router):
+        add_routes(application.router, router, native.PREFIX)
     return application.openapi()
 
 

@@ -8,7 +8,7 @@ import orjson
 from twinkle_server.errors import Busy, ServiceError
 
 PREFIX = "/v1"
-_ANTHROPIC = f"{PREFIX}/messages"
+ANTHROPIC = f"{PREFIX}/messages"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {
@@ -36,7 +36,7 @@ def form(path: str, status: int, message: str, error: ServiceError | None = None
         message: for the client.
         error: the error; its attributes `param` and `code`, if it has them, are part of OpenAI's form.
     """
-    if path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/"):
+    if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     if not is_chat(path):

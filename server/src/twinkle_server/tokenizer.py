@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from twinkle_server.app_state import app_state_of, caller_of
 from twinkle_server.checkpoints.links import pieces, stream, streamed
 from twinkle_server.errors import NotFound
+from twinkle_server.openapi import BINARY, returns
 from twinkle_server.requests import json_response
 from twinkle_server.tinker.models import tokenizer_of
 
@@ -78,7 +79,7 @@ def tokenizer_routes(folder: Path, known: Callable[[], bool] = lambda: True) -> 
         model, tokenizer_id = state.service.info.name, tokenizer_of(state, request)
         return json_response({"model_name": model, "tokenizer_id": tokenizer_id, "files": entries})
 
-    @router.get(f"{PATH}/{{file}}")
+    @router.get(f"{PATH}/{{file}}", openapi_extra=returns(BINARY, json=False))
     async def tokenizer_file(request: Request) -> Response:
         """Return a file of the tokenizer."""
         caller_of(request)
@@ -87,12 +88,12 @@ def tokenizer_routes(folder: Path, known: Callable[[], bool] = lambda: True) -> 
         if entry is None:
             raise NotFound(f"the tokenizer has no file {name[:100]!r}; GET {PATH} lists its files")
         if entry.content is not None:
-            return Response(entry.content, media_type="application/octet-stream")
+            return Response(entry.content, media_type=BINARY)
         try:
             file = await asyncio.to_thread(entry.path.open, "rb")
         except OSError as error:
             raise NotFound(f"the file {name} no longer exists") from error
-        return streamed(stream(pieces(file)), entry.size, "application/octet-stream")
+        return streamed(stream(pieces(file)), entry.size, BINARY)
 
     return router
 

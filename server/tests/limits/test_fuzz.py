@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import server_schema
 from server_fuzz import Struck, every_route, routes, seeds, strike
 from server_raw import Raw, RawModel, arrays, row
 from serving import Served, ledger, pool
 
 from twinkle.testing import tiny_model
+from twinkle_server.application import describe_routes
 
 TIMES = {"poll": 0.02, "gap_pause": 0.01, "gap_fail": 0.5, "session": 3600.0}
 ROWS = [row([7, 8, 9, 10]), row([11, 12, 13], [0.5, -1.0])]
+TEMPLATE = Path(__file__).parents[3] / "plugins" / "chat" / "tests" / "chat_templates" / "qwen2_5.jinja"
 BUSY = ("forward", "optim", "model", "weights", "sampl", "loss", "completions", "messages", "embeddings")
 """Parts of the paths that lead to the engine."""
 
@@ -30,7 +33,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A service that trains, and takes losses of the client's."""
     folder = tmp_path_factory.mktemp("fuzz-trains")
-    base = tiny_model(folder / "base", "qwen3", initializer_range=0.1)
+    base = tiny_model(folder / "base", "qwen3", initializer_range=0.1, chat_template=TEMPLATE.read_text("utf-8"))
     yield from running(pool(folder / "data", base, {"times": {**TIMES, "poll": 5.0}, "custom_losses": True}))
 
 
@@ -115,8 +118,42 @@ def test_many_more_for_the_engine_do_not_either(training: Served, seed: int) -> 
     survives(training, 2500, seed, engine_routes())
 
 
+def matches(served: Served, count: int, seed: int, least: float) -> None:
+    """Demand that the answers to schemathesis's cases are as described, and a share of operations once a success."""
+    found = server_schema.strike(served.url, count, seed)
+    assert not found.wrong, f"{len(found.wrong)} of {found.sent}:\n" + "\n".join(found.wrong[:5])
+    assert len(found.good) >= least * len(found.asked), sorted(found.asked - found.good)
+    with Raw(served.url) as raw:
+        said = raw.http.get(f"{served.url}/twinkle/status").json()
+    assert (said["engine_restarts"], said["ready"]) == (0, True)
+
+
+def test_schemathesis_finds_no_answer_that_is_not_described(counting: Served) -> None:
+    matches(counting, 1, 0, 0.4)
+
+
+@pytest.mark.full
+def test_schemathesis_finds_none_in_more_cases_either(counting: Served) -> None:
+    matches(counting, 12, 0, 0.6)
+
+
+@pytest.mark.full
+def test_schemathesis_finds_none_where_there_is_a_real_model_either(training: Served) -> None:
+    matches(training, 5, 0, 0.6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_schemathesis_finds_none_in_many_more(counting: Served, training: Served, seed: int) -> None:
+    matches(counting, 80, seed, 0.6)
+    matches(training, 20, seed, 0.6)
+
+
 def test_all_that_is_served_is_asked(tmp_path: Path) -> None:
-    every = {path for _, path in every_route(tmp_path)}
+    described = {(method.upper(), path) for path, methods in describe_routes()["paths"].items() for method in methods}
+    served = every_route(tmp_path)
+    assert described == set(served)
+    every = {path for _, path in served}
     assert every > {path for _, path in routes()}
     assert every >= {"/download/{token}/{file}", "/healthz", "/metrics", "/readyz", "/twinkle/status"}
 

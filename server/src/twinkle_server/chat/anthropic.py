@@ -18,6 +18,7 @@ from twinkle_server.chat.openai import error_event, respond
 from twinkle_server.chat.preparing import Conversation, render, start
 from twinkle_server.error_forms import PREFIX
 from twinkle_server.errors import ServiceError
+from twinkle_server.openapi import EVENTS, returns
 from twinkle_server.requests import Body, Text, body_schema, json_response, read
 
 router = APIRouter()
@@ -101,7 +102,7 @@ class MessagesBody(Counted):
     context_management: Unsupported = None
 
 
-@router.post("/messages", openapi_extra=body_schema(MessagesBody))
+@router.post("/messages", openapi_extra=body_schema(MessagesBody) | returns(EVENTS))
 async def messages(request: Request) -> Any:
     """Continue a conversation."""
     state = app_state_of(request)

@@ -35,6 +35,7 @@ from twinkle_server.chat.preparing import (
 from twinkle_server.chat.tools import Call
 from twinkle_server.error_forms import PREFIX, form, status_of
 from twinkle_server.errors import ServiceError
+from twinkle_server.openapi import EVENTS, returns
 from twinkle_server.requests import body_schema, json_response, read
 
 router = APIRouter()
@@ -55,7 +56,7 @@ async def model(request: Request, model: str) -> Response:
     return json_response(await describe(app_state_of(request), caller_of(request), model))
 
 
-@router.post("/chat/completions", openapi_extra=body_schema(ChatBody))
+@router.post("/chat/completions", openapi_extra=body_schema(ChatBody) | returns(EVENTS))
 async def chat_completions(request: Request) -> Any:
     """Continue a conversation."""
     state = app_state_of(request)
@@ -73,7 +74,7 @@ async def chat_completions(request: Request) -> Any:
     return await respond(request, exchange, writer, bool(body.stream))
 
 
-@router.post("/completions", openapi_extra=body_schema(CompletionBody))
+@router.post("/completions", openapi_extra=body_schema(CompletionBody) | returns(EVENTS))
 async def completions(request: Request) -> Any:
     """Continue texts, or token ids."""
     state = app_state_of(request)

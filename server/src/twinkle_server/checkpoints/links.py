@@ -20,6 +20,7 @@ from itsdangerous import BadData, URLSafeSerializer
 
 from twinkle_server.engine.files import Damaged, Manifest, open_file, read_manifest
 from twinkle_server.errors import NotFound
+from twinkle_server.openapi import BINARY, returns
 
 _PIECE = 2**20
 _BLOCK = tarfile.BLOCKSIZE
@@ -108,6 +109,15 @@ def _padded(size: int) -> int:
 SECONDS = 3600.0
 _ARCHIVE = "archive.tar"
 _LONGEST = 1024
+_TAR = "application/x-tar"
+_FILES = {
+    "parameters": [{"name": "Range", "in": "header", "required": False, "schema": {"type": "string"}}],
+    "responses": {
+        **returns(BINARY, _TAR, json=False)["responses"],
+        **returns(BINARY, status=206, description="The part of the file in the header Range")["responses"],
+        **returns(status=416, description="The range is outside the file")["responses"],
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +201,7 @@ def download_routes(links: Links) -> APIRouter:
     """Return the route of the links."""
     router = APIRouter()
 
-    @router.get("/download/{token}/{file}", include_in_schema=True)
+    @router.get("/download/{token}/{file}", openapi_extra=_FILES)
     async def download(request: Request, token: str, file: str) -> Response:
         """Stream a file of a checkpoint, or all of them as a tar; `Range` resumes the download of a file."""
         grant = links.read(token)
@@ -209,7 +219,7 @@ def _response(folder: Path, grant: Grant, name: str, wanted: str | None, conditi
         if name != _ARCHIVE:
             raise LookupError(name)
         manifest = read_manifest(folder)
-        return streamed(stream(archive(folder, manifest)), archive_size(manifest), "application/x-tar")
+        return streamed(stream(archive(folder, manifest)), archive_size(manifest), _TAR)
     file, size = open_listed(folder, name)
     tag = f'"{read_manifest(folder).files[name].sha256}"'
     headers = {"Accept-Ranges": "bytes", "ETag": tag}
@@ -220,7 +230,7 @@ def _response(folder: Path, grant: Grant, name: str, wanted: str | None, conditi
         return Response(None, 416, {**headers, "Content-Range": f"bytes */{size}"})
     first, last = part or (0, size - 1)
     file.seek(first)
-    response = streamed(stream(pieces(file, last + 1 - first)), last + 1 - first, "application/octet-stream")
+    response = streamed(stream(pieces(file, last + 1 - first)), last + 1 - first, BINARY)
     response.headers.update(headers)
     if part is not None:
         response.status_code = 206

@@ -10,6 +10,7 @@ from twinkle_server.app_state import app_state_of, caller_of
 from twinkle_server.data.resources import DataResources, Resource
 from twinkle_server.errors import NotFound
 from twinkle_server.ids import new_id
+from twinkle_server.openapi import returns
 from twinkle_server.requests import json_response
 
 router = APIRouter()
@@ -51,7 +52,7 @@ async def listed(request: Request) -> Response:
     return json_response({"resources": [_fields(resource) for resource in resources.of(caller.tenant)]})
 
 
-@router.post("/data/{resource_id}/call", openapi_extra=_FRAME)
+@router.post("/data/{resource_id}/call", openapi_extra=_FRAME | returns(CONTENT_TYPE))
 async def call(
     request: Request,
     resource_id: ResourceId,

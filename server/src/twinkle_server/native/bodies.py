@@ -15,6 +15,7 @@ from twinkle_client import wire
 from twinkle_client.errors import WireError
 from twinkle_server.app_state import AppState, Caller
 from twinkle_server.errors import BadRequest, Unprocessable
+from twinkle_server.openapi import JSON, returns
 from twinkle_server.operations import NATIVE, Accepted, Future
 from twinkle_server.requests import LARGE, json_response, validation_message, without_none
 
@@ -24,6 +25,13 @@ _SOON = 10.0
 """Seconds for which the response to an operation waits for its result; a body counts as in memory until then."""
 _LARGE_SOON = 0.2
 _LONGEST = 40.0
+RESULT: dict[str, Any] = {
+    "responses": {
+        **returns(wire.CONTENT_TYPE)["responses"],
+        **returns(JSON, status=202, description="The operation is pending")["responses"],
+    }
+}
+"""`openapi_extra` of endpoints that answer with the result of an operation."""
 
 
 def is_frame(request: Request) -> bool:

@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from twinkle_server.app_state import app_state_of, caller_of
-from twinkle_server.native.bodies import future_response
+from twinkle_server.native.bodies import RESULT, future_response
 from twinkle_server.requests import json_response
 
 router = APIRouter()
 
 
-@router.get("/futures/{request_id}")
+@router.get("/futures/{request_id}", openapi_extra=RESULT)
 async def future(request: Request, request_id: str, wait: Annotated[float, Query(ge=0, le=40)] = 25.0) -> Response:
     """Return the result of an operation: 200 when it has ended, 202 while it is pending after `wait` seconds."""
     caller, state = caller_of(request), app_state_of(request)

@@ -13,7 +13,7 @@ from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, 
 from twinkle_server.engine.native.calls import payload_of
 from twinkle_server.errors import BadRequest, ServiceError, Unprocessable
 from twinkle_server.ids import CheckpointPath, check_name, model_id, new_id
-from twinkle_server.native.bodies import call_schema, is_frame, operation_response, parse_body, read_body
+from twinkle_server.native.bodies import RESULT, call_schema, is_frame, operation_response, parse_body, read_body
 from twinkle_server.operations import Create, Kind, Load, Save, Submission, Unload
 from twinkle_server.requests import LARGE, json_response, owned_model, submit
 from twinkle_server.settings import Limits
@@ -49,7 +49,7 @@ METHODS: Final[dict[str, tuple[Kind, type[types.Arguments]]]] = {
 """The methods of a model: the kind of their operation, and their arguments."""
 
 
-@router.post("/models", openapi_extra=call_schema(types.CreateModelRequest))
+@router.post("/models", openapi_extra=call_schema(types.CreateModelRequest) | RESULT)
 async def create_model(request: Request) -> Response:
     """Create a model with fresh weights, or from a checkpoint, as operation 0 of its queue."""
     caller, state = caller_of(request), app_state_of(request)
@@ -151,7 +151,7 @@ async def model_info(request: Request) -> Response:
     )  # fmt: skip
 
 
-@router.post("/models/{model_id}/unload", openapi_extra=call_schema(types.Nothing, _NUMBER))
+@router.post("/models/{model_id}/unload", openapi_extra=call_schema(types.Nothing, _NUMBER) | RESULT)
 async def unload(request: Request) -> Response:
     """Unload a model, and zero its weights."""
 
@@ -163,7 +163,7 @@ async def unload(request: Request) -> Response:
     return response
 
 
-@router.post("/models/{model_id}/save", openapi_extra=call_schema(types.SaveRequest, _NUMBER))
+@router.post("/models/{model_id}/save", openapi_extra=call_schema(types.SaveRequest, _NUMBER) | RESULT)
 async def save(request: Request) -> Response:
     """Save a checkpoint for training or for sampling."""
 
@@ -180,7 +180,7 @@ async def save(request: Request) -> Response:
     return await _submit_json(request, types.SaveRequest, "save", payload)
 
 
-@router.post("/models/{model_id}/load", openapi_extra=call_schema(types.LoadRequest, _NUMBER))
+@router.post("/models/{model_id}/load", openapi_extra=call_schema(types.LoadRequest, _NUMBER) | RESULT)
 async def load(request: Request) -> Response:
     """Load the weights of a checkpoint into a model, and its optimizer and counters where asked; return these."""
 
@@ -225,7 +225,10 @@ def _method(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 for _name, (_kind, _form) in METHODS.items():
     router.add_api_route(
-        f"/models/{{model_id}}/{_name}", _method(_name), methods=["POST"], openapi_extra=call_schema(_form, _NUMBER)
+        f"/models/{{model_id}}/{_name}",
+        _method(_name),
+        methods=["POST"],
+        openapi_extra=call_schema(_form, _NUMBER) | RESULT,
     )
 
 

@@ -16,7 +16,7 @@ from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.native.state import Named
 from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
-from twinkle_server.native.bodies import call_schema, frame_response, read_body
+from twinkle_server.native.bodies import RESULT, call_schema, frame_response, read_body
 from twinkle_server.operations import Accepted, Future, Sample, Submission
 from twinkle_server.requests import check_sampled, json_response
 from twinkle_server.store.records import Sampler
@@ -58,7 +58,7 @@ class _Prompt:
     row: Any
 
 
-@router.post("/samplers/{sampler_id}/sample", openapi_extra=call_schema(types.SampleRequest))
+@router.post("/samplers/{sampler_id}/sample", openapi_extra=call_schema(types.SampleRequest) | RESULT)
 async def sample(request: Request) -> Response:
     """Sample sequences for prompts; 202 while some are not complete, and the same request again waits for them."""
     caller, state = caller_of(request), app_state_of(request)

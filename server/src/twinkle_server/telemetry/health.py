@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from twinkle_server.errors import Forbidden
+from twinkle_server.openapi import returns
 from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.telemetry.status import FOLDER_TOKEN
 from twinkle_server.tenancy.auth import Keys, check_local, header, identify, key_of
@@ -56,7 +57,7 @@ def health_routes(
         good, facts = ready()
         return JSONResponse({"status": "ready" if good else "not ready", **facts}, 200 if good else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", openapi_extra=returns("text/plain", json=False))
     async def figures(request: Request) -> Response:
         """Return all metrics in Prometheus's text format."""
         await access.check(request)

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, select
 
 from twinkle_server.app_state import AppState, app_state_of, caller_of
 from twinkle_server.errors import BadRequest
+from twinkle_server.openapi import returns
 from twinkle_server.operations import NATIVE, Future
 from twinkle_server.requests import LARGE, Body, Id, Number, Text, body_schema, json_response, read, without_none
 from twinkle_server.store.records import Sampler
@@ -56,7 +57,7 @@ class RetrieveFutures(Body):
     retrieved_request_ids: Annotated[list[Text], Field(default_factory=list, max_length=100_000)]
 
 
-@router.post("/retrieve_future", openapi_extra=body_schema(RetrieveFuture))
+@router.post("/retrieve_future", openapi_extra=body_schema(RetrieveFuture) | returns(PROTOBUF))
 async def retrieve_future(request: Request) -> Response:
     """Return the result or the error of an operation, or `try_again` while it is pending."""
     caller, state = caller_of(request), app_state_of(request)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle_server.app_state import app_state_of, caller_of, now
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
+from twinkle_server.openapi import JSON, returns
 from twinkle_server.requests import (
     Body,
     Limit,
@@ -139,7 +140,7 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
     return json_response({"urls": urls, "expires": isoformat(expires)})
 
 
-@router.get(f"{_CHECKPOINT}/archive")
+@router.get(f"{_CHECKPOINT}/archive", openapi_extra=returns(JSON, status=302, description="Link to the archive"))
 async def archive(request: Request, run: str, kind: str, name: str) -> Response:
     """Redirect to a tar archive of a checkpoint, by a signed link. Clients before 0.36 use this."""
     caller, state = caller_of(request), app_state_of(request)
