@@ -27,7 +27,7 @@ CHECKS: list[Any] = [
     response_schema_conformance,
 ]  # fmt: skip
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-_ENDING = ("finish", "unload", "ttl", "publish", "skip", "finish_session", "automatic")
+_ENDING = ("finish", "unload", "unload_model", "ttl", "publish", "skip", "finish_session", "automatic")
 """Parts of paths of operations that end or hide what the others ask about."""
 _KEYS = {"x-api-key", "authorization", "cookie"}
 _LONG = {"timeout", "wait"}
