@@ -318,6 +318,10 @@ def test_no_list_and_no_answer_names_what_is_theirs(parties: Parties, everything
         answer = client.request(method, path, params=params, json=body if method == "POST" else None)
         assert answer.status_code == 200, (method, path, answer.text)
         assert ids["session"] not in answer.text, (method, path)
+    bearer = {"Authorization": f"Bearer {stranger.headers['X-API-Key']}"}
+    with httpx.Client(base_url=stranger.base_url, headers=bearer, trust_env=False, timeout=60) as other:
+        for path in ("/api/v1/sessions", "/twinkle/overview", "/twinkle/data", "/v1/models"):
+            assert other.get(path).status_code == 200, path
     for route in quick(everything):
         answer = ask(parties, stranger, route, ids)
         assert answer.status_code in (303, 400, 403, 404, 410, 422), (route, answer.text)

@@ -102,7 +102,7 @@ class Access:
             Unauthorized: the key is missing, unknown or revoked.
             Forbidden: the service has no keys, and a proxy forwarded the request.
         """
-        key = header(request.scope, b"x-api-key")
+        key = key_of(request.scope)
         if key and self.keys is not None and header(request.scope, FOLDER_TOKEN.lower().encode()) is None:
             caller = await identify(key, self.keys)
             return None if caller.role == "operator" else caller.tenant
