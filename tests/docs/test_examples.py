@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 import shlex
+import ssl
 import subprocess
 import sys
 import tomllib
@@ -51,16 +52,15 @@ ALLOWED = {
     "docs/guides/researcher/hub.md": {"needs a network": 1},
     "docs/guides/researcher/recipes.md": {"starts processes": 1},
     "docs/guides/tenant/data-on-the-service.md": {"needs a network": 1},
+    "docs/guides/operator/backup.md": {"empties the folder that the other examples use": 1},
+    "docs/guides/operator/deployment.md": {"needs a container engine": 1, "needs root rights": 1},
+    "docs/guides/operator/merge.md": {"the path of a checkpoint differs": 1},
     "docs/guides/operator/configuration.md": {"serves until it is stopped": 1},
     "docs/guides/tenant/client.md": {"needs a service that allows it": 1},
     "docs/guides/tenant/tinker.md": {"changes the shell": 1},
     "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
     "docs/guides/tenant/chat.md": {"changes the shell": 1, "needs a model with tools": 1},
-    "docs/guides/operator/serving.md": {
-        "installs packages": 1,
-        "changes the shell": 1,
-        "empties the folder that the other examples use": 1,
-    },
+    "docs/guides/operator/serving.md": {"installs packages": 1, "changes the shell": 1},
 }
 
 
@@ -97,7 +97,12 @@ HEAVY = {
     "docs/guides/researcher/recipes.md",
     "docs/guides/operator/backup.md",
     "docs/guides/operator/dashboard.md",
+    "docs/guides/operator/deployment.md",
+    "docs/guides/operator/keys.md",
+    "docs/guides/operator/merge.md",
     "docs/guides/operator/serving.md",
+    "docs/guides/operator/tls-and-proxies.md",
+    "docs/guides/operator/upgrading.md",
     "docs/guides/tenant/data-on-the-service.md",
     "docs/guides/tenant/chat.md",
     "docs/guides/tenant/client.md",
@@ -260,7 +265,10 @@ def in_this_process(words: list[str], changes: dict[str, str]) -> tuple[str, int
 
 def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
     if words[:2] == ["twinkle", "serve"]:
-        STARTED.append(commanded(words).start())
+        STARTED.append(commanded(words))
+        if "--tls-cert" in words:
+            STARTED[-1].verify = ssl.create_default_context(cafile="authority.pem")
+        STARTED[-1].start()
         url, key = STARTED[-1].url, STARTED[-1].key
         os.environ.update(TINKER_BASE_URL=url, TINKER_API_KEY=key, OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY=key)
         os.environ.update(ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key)
@@ -275,6 +283,8 @@ def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
     elif words[0] == "python" and words[1].endswith(".py"):
         patch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
+    elif words[0] == "openssl":
+        finish(words)
     elif words[0] == "torchrun":
         run_on_ranks(words[1:])
     elif words[:3] == ["python", "-m", "pytest"]:

@@ -207,7 +207,7 @@ def test_every_limit_of_the_service_is_on_its_page(tables: dict[str, Any]) -> No
 def test_times_in_the_words_of_the_services_page_are_those_of_the_service() -> None:
     from twinkle_server.settings import Times
 
-    page, times = (DOCS / "guides" / "operator" / "serving.md").read_text("utf-8"), Times()
+    page, times = (DOCS / "guides" / "operator" / "failures.md").read_text("utf-8"), Times()
     words = {300: "five minutes", 600: "ten minutes", 7 * 86400: "seven days"}
     assert f"after {words[int(times.session)]} without a heartbeat its session ends" in page
     assert f"after {words[int(times.deadline)]} the engine is restarted" in page
@@ -223,14 +223,13 @@ def test_the_versions_that_pages_name_are_those_that_the_tests_run() -> None:
     assert (sdk, cookbook) == (pinned["tinker"], pinned["tinker_cookbook"])
     guarantees = (DOCS / "explanations" / "guarantees.md").read_text("utf-8")
     assert f"The unmodified Tinker SDK {sdk} and cookbook {cookbook} " in guarantees
-    for page in ("guides/operator/serving.md", "reference/tinker-conformance.md"):
-        text = " ".join((DOCS / page).read_text("utf-8").split())
-        assert re.search(rf"unmodified SDK {re.escape(sdk)}(,| and) cookbook {re.escape(cookbook)}\b", text), page
+    text = " ".join((DOCS / "reference" / "tinker-conformance.md").read_text("utf-8").split())
+    assert re.search(rf"unmodified SDK {re.escape(sdk)}(,| and) cookbook {re.escape(cookbook)}\b", text)
     older = runpy.run_path(str(ROOT / "tests" / "conformance" / "test_older_sdks.py"))["VERSIONS"]
     assert f"older SDKs {', '.join(older[:-1])} and {older[-1]}" in guarantees
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert f"({older[0]} to {sdk})" in changes
-    assert f"older SDKs, from {older[0]} on" in (DOCS / "guides" / "operator" / "serving.md").read_text("utf-8")
+    assert f"older SDKs, from {older[0]} on" in text
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from ledger_engine import ENGINE, MODEL
 
 SCRIPT = Path(__file__).with_name("server_process.py")
@@ -192,6 +193,12 @@ def _with_settings(data: Path, fields: Mapping[str, Any], environment: Mapping[s
 
 
 def commanded(words: list[str]) -> Served:
-    """Return the service of a command `twinkle serve ... --data DIR`, not started, on a free port."""
-    data = Path(words[words.index("--data") + 1])
+    """Return the service of a command `twinkle serve ...`, not started, on a free port.
+
+    Its data folder is that of `--data`, or of the file of `--config`.
+    """
+    if "--data" in words:
+        data = Path(words[words.index("--data") + 1])
+    else:
+        data = Path(yaml.safe_load(Path(words[words.index("--config") + 1]).read_text("utf-8"))["data"])
     return Served(data, [sys.executable, "-m", "twinkle.cli", *words[1:], "--port", "0"])
