@@ -188,6 +188,19 @@ def _brightness(color: str) -> float:
     return sum(parts) / 3
 
 
+def test_pages_fit_a_phone(scene: Scene, page: Page) -> None:
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+    scene.page_of(page, scene.ana)
+    for path in ("", "ui/models", "ui/operations", "ui/checkpoints", "ui/errors", f"ui/runs/{scene.run.id}"):
+        page.goto(f"{scene.served.url}/{path}")
+        assert page.eval("document.documentElement.scrollWidth") <= 390, f"{path} is wider than the window"
+        heights = page.eval("[...document.querySelectorAll('td code')].map(code => code.offsetHeight)")
+        assert all(height < 80 for height in heights), f"{path}: an id takes more than four lines"
+        assert page.eval("document.querySelector('header nav').offsetHeight") < 40, "all links are in one line"
+        cards = page.eval("[...document.querySelectorAll('#curves figure')].map(box => box.offsetWidth)")
+        assert all(width <= 340 for width in cards)
+
+
 def test_draining_ends_the_service(tmp_path: Path, scene: Scene) -> None:
     served = ledger(tmp_path / "data", {"auth": True}).start()
     operator, ana = served.key, served.new_key("ana")
