@@ -55,7 +55,7 @@ class Finding:
 
     Attributes:
         entry: the entry.
-        state: same, different, absent, later, or waiting (a client part that does not exist yet).
+        state: same, different, absent, or later.
         text: what differs.
     """
 
@@ -86,7 +86,7 @@ def compare(entry: Entry) -> Finding:
     if entry.group.get("later"):
         return Finding(entry, _LATER if found is None else "different", "exists already: remove `later` of its group")
     if found is None:
-        return Finding(entry, "waiting" if entry.group.get("when_present") else _ABSENT)
+        return Finding(entry, _ABSENT)
     if entry.fields is not None:
         missing = [name for name in entry.fields if name not in _fields(found)]
         return Finding(entry, "different", f"has no {', '.join(missing)}") if missing else Finding(entry, _SAME)
@@ -170,13 +170,10 @@ def page() -> str:
     findings = [compare(entry) for entry in entries(known["group"])]
     check(findings, known["differences"], known["absent"])
     reasons = known["differences"] | known["absent"]
-    counts = {
-        state: sum(f.state == state for f in findings) for state in ("same", "different", "absent", "later", "waiting")
-    }
+    counts = {state: sum(f.state == state for f in findings) for state in ("same", "different", "absent", "later")}
     parts = [
         f"{len(findings)} published names: {counts['same']} as published, {counts['different']} with a difference, "
-        f"{counts['absent']} that do not exist here, {counts['later']} of backends that are not included yet, and "
-        f"{counts['waiting']} that are compared once they exist."
+        f"{counts['absent']} that do not exist here, and {counts['later']} of backends that are not included yet."
     ]
     for group in known["group"]:
         of_group = [finding for finding in findings if finding.entry.group is group]
@@ -192,9 +189,6 @@ def page() -> str:
         ]
         if rows:
             parts.append("\n".join(["| published name | difference | reason |", "| --- | --- | --- |", *rows]))
-        waiting = [f"`{finding.entry.name}`" for finding in of_group if finding.state == "waiting"]
-        if waiting:
-            parts.append(f"Not included yet: {', '.join(waiting)}.")
     return "\n\n".join(parts)
 
 

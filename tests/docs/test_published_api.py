@@ -79,7 +79,7 @@ def test_a_backend_that_has_come_must_be_compared(published: Any) -> None:
     group = {"module": "twinkle.loss", "later": "soon", "attributes": ["GRPOLoss", "NoSuchLoss"]}
     states = [published.compare(entry).state for entry in published.entries([group])]
     assert states == ["different", "later"]
-    client = {"module": "twinkle_client.no_such_module", "when_present": True, "attributes": ["TwinkleClient"]}
-    assert [published.compare(entry).state for entry in published.entries([client])] == ["waiting"]
+    client = {"module": "twinkle_client.no_such_module", "attributes": ["TwinkleClient"]}
+    assert [published.compare(entry).state for entry in published.entries([client])] == ["absent"]
     typed = {"module": "twinkle.data_format", "fields": {"ModelOutput": ["logits", "no_such_field"]}}
     assert published.compare(next(published.entries([typed]))).text == "has no no_such_field"

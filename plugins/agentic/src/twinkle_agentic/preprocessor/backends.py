@@ -87,7 +87,10 @@ class SamplerBackend(LLMBackend):
     def prompt_logprobs(self, messages: Sequence[Mapping[str, Any]]) -> list[Any] | None:
         """Return the log-probability of each token of a conversation."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=1)
-        [response] = self.sampler.sample([{"messages": list(messages)}], params)
+        row: Any = {"messages": list(messages)}
+        if messages and messages[-1].get("role") == "assistant":  # no turn follows, for which a sampler would prepare
+            row = {"input_ids": list(self.sampler.template.encode(row)["input_ids"])}
+        [response] = self.sampler.sample([row], params)
         return response.prompt_logprobs  # type: ignore[no-any-return]
 
 

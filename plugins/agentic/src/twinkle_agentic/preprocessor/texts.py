@@ -1,6 +1,8 @@
 """Filters by the text of a conversation: duplicates, loops, broken characters, length."""
 
+import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import re
@@ -12,6 +14,12 @@ from twinkle_agentic.preprocessor.base import Row, RowFilter, of_role, text_of, 
 
 _SENTENCE = re.compile(r"[^.!?。！？\n]*[.!?。！？\n]+\s*|[^.!?。！？\n]+")
 _INVISIBLE = re.compile(r"[\u200b\u2060\ufeff]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_WORD = re.compile(r"[^\W\d_]+")
+_ANYWHERE = {
+    "CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "HANGUL", "BOPOMOFO", "FULLWIDTH", "HALFWIDTH", "MODIFIER",
+    "COMBINING", "MATHEMATICAL", "SCRIPT", "DOUBLE-STRUCK", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE",
+}  # fmt: skip
+"""First words of the names of letters that mix with every alphabet."""
 _RUN = re.compile(r"[\x80-\xff€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]{2,}")
 
 
@@ -133,6 +141,37 @@ class SpecialCharsFilter(RowFilter):
         return row if self.min_ratio <= share <= self.max_ratio else "special characters"
 
 
+class TokenSoupFilter(RowFilter):
+    """Drops conversations with an answer of mixed-up tokens, as a model writes that has fallen apart.
+
+    An answer is so if too many of its words mix letters of several alphabets, or if it has too many replacement
+    characters (U+FFFD). Chinese, Japanese and Korean letters mix with every alphabet; a single Greek letter in a word,
+    as in "μm", is a symbol.
+
+    Args:
+        max_mixed: the largest share of words that mix alphabets, 0 to 1.
+        max_broken: the largest share of replacement characters, 0 to 1.
+    """
+
+    def __init__(self, max_mixed: float = 0.05, max_broken: float = 0.01) -> None:
+        if not (0 <= max_mixed <= 1 and 0 <= max_broken <= 1):
+            raise ArgumentError(
+                f"TokenSoupFilter: max_mixed and max_broken must be between 0 and 1, got {max_mixed!r} and "
+                f"{max_broken!r}"
+            )
+        self.max_mixed, self.max_broken = max_mixed, max_broken
+
+    def judge(self, row: Row) -> Row | str:
+        """Return the row, or that an answer is token soup."""
+        for answer in of_role(row, "assistant"):
+            text = f"{answer.get('reasoning_content') or ''}\n{text_of(answer)}"
+            words = _WORD.findall(text)
+            mixed = sum(map(_mixes_alphabets, words))
+            if mixed > self.max_mixed * len(words) or text.count("\ufffd") > self.max_broken * len(text):
+                return "token soup"
+        return row
+
+
 class TokenNumFilter(RowFilter):
     """Drops conversations whose texts have too few or too many tokens.
 
@@ -160,6 +199,24 @@ class TokenNumFilter(RowFilter):
         texts = [text for message in row["messages"] if (text := text_of(message))]
         count = sum(len(self._loaded(text, add_special_tokens=False)["input_ids"]) for text in texts)
         return row if self.min_num <= count <= self.max_num else "number of tokens"
+
+
+@functools.lru_cache(maxsize=65536)
+def _alphabet(letter: str) -> str | None:
+    """Return the alphabet of a letter; None for one that stands beside every alphabet."""
+    if letter.isascii():
+        return "LATIN"
+    script = unicodedata.name(letter, "").partition(" ")[0] if letter.isalpha() else ""
+    return None if script in _ANYWHERE or not script else script
+
+
+def _mixes_alphabets(word: str) -> bool:
+    if word.isascii():
+        return False
+    counts = collections.Counter(alphabet for letter in word if (alphabet := _alphabet(letter)))
+    if counts["GREEK"] == 1:
+        del counts["GREEK"]
+    return sum(count > 0 for count in counts.values()) > 1
 
 
 def repaired(text: str) -> str:
