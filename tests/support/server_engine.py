@@ -2,7 +2,6 @@
 
 import queue
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forking import Forked
 from ledger_engine import ENGINE, MODEL, read_ledger_metrics
 
 from twinkle_server.engine import messages
@@ -47,7 +47,7 @@ class Engine:
         with theirs:
             command = [sys.executable, "-m", "twinkle_server.engine", str(theirs.fileno()), settings.dump()]
             self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the engine
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stderr=self._stderr)
+            self.process = Forked(command, pass_fds=[theirs.fileno()], env=environment, stderr=self._stderr)
         self._socket = ours
         self._link = BlockingLink(ours)
         self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

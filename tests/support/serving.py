@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import yaml
+from forking import Forked
 from ledger_engine import ENGINE, MODEL
 
 SCRIPT = Path(__file__).with_name("server_process.py")
@@ -60,9 +61,7 @@ class Served:
         variables |= {**self.environment, **environment}
         self._ready.clear()
         self.output.clear()
-        self.process = subprocess.Popen(
-            self.command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.process = Forked(self.command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         if wait:
@@ -156,9 +155,10 @@ class Served:
     def new_key(self, name: str) -> str:
         """Return a key of another tenant, made by the command while the service runs."""
         command = [sys.executable, "-m", "twinkle.cli", "server", "keys", "create", name, "--data", str(self.data)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        found = KEY.search(done.stdout)
-        assert found, done.stdout
+        with Forked(command, stdout=subprocess.PIPE, text=True) as process:
+            shown, _ = process.communicate(timeout=60)
+        found = KEY.search(shown)
+        assert found, shown
         return found[0]
 
     def log(self) -> str:

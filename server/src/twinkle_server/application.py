@@ -1,9 +1,11 @@
 """The ASGI application of a service: endpoints, error responses, and middleware."""
 
+import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
@@ -150,7 +152,10 @@ def create_application(
         telemetry={"tracing": False, "metrics": False, "logs": False},  # the service has its own
     )
     application.state.state = AppState(service, store, settings, links, renderer)
-    add_routes(application.router, router or all_routes())
+    if router is None:
+        application.router.routes.extend(all_routes().routes)
+    else:
+        add_routes(application.router, router)
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)
     application.add_exception_handler(StarletteHTTPException, _http_error)
@@ -235,25 +240,20 @@ def describe_routes() -> dict[str, Any]:
 
 def tinker_routes() -> APIRouter:
     """Return the endpoints of the Tinker protocol."""
-    router = APIRouter()
-    for module in MODULES:
-        add_routes(router, module.router, PREFIX)
-    return router
+    return _routes((PREFIX, MODULES))
 
 
-def chat_routes() -> APIRouter:
-    """Return the endpoints of OpenAI's and Anthropic's protocols."""
-    router = APIRouter()
-    for module in (openai, anthropic, embeddings):
-        add_routes(router, module.router, CHAT_PREFIX)
-    return router
-
-
+@functools.cache
 def all_routes() -> APIRouter:
-    """Return the endpoints of all protocols."""
-    router = tinker_routes()
-    add_routes(router, native.native_routes())
-    add_routes(router, chat_routes())
+    """Return the endpoints of all protocols; they have no state, so that applications of a process share them."""
+    return _routes((PREFIX, MODULES), (native.PREFIX, native.MODULES), (CHAT_PREFIX, (openai, anthropic, embeddings)))
+
+
+def _routes(*protocols: tuple[str, Sequence[ModuleType]]) -> APIRouter:
+    router = APIRouter(default_response_class=Response)
+    for prefix, modules in protocols:
+        for module in modules:
+            add_routes(router, module.router, prefix)
     return router
 
 

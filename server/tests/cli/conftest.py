@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forking import Forked
 from ledger_engine import ENGINE, MODEL
 
 READY = re.compile(r"^Twinkle serves (\S+) at (http://\S+) \(pid (\d+)\)$", re.MULTILINE)
@@ -25,6 +26,9 @@ class Process:
     Args:
         data: its directory.
         arguments: of the command line.
+
+    Attributes:
+        fresh: start an interpreter, as people do, instead of a fork that has the modules already.
     """
 
     def __init__(self, data: Path, *arguments: str) -> None:
@@ -35,6 +39,7 @@ class Process:
         self.logs = data.parent / f"{data.name}-logs"
         self.logs.mkdir(exist_ok=True)
         self.starts = 0
+        self.fresh = False
         self.url = self.key = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -53,7 +58,8 @@ class Process:
         self.starts += 1
         out, err = (self.logs / f"{self.starts}.{end}" for end in ("out", "err"))
         with out.open("wb") as output, err.open("wb") as errors:
-            self.process = subprocess.Popen(
+            kind = subprocess.Popen if self.fresh else Forked
+            self.process = kind(
                 [sys.executable, "-m", "twinkle_server", *self.arguments],
                 stdout=output,
                 stderr=errors,

@@ -157,6 +157,7 @@ def worked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A service that says all it can, after an operator and a tenant worked and made every mistake."""
     folder = tmp_path_factory.mktemp("canary")
     service = Process(folder / "data", "--log-level", "debug", "--name", BASE)
+    service.fresh = True  # its command line is searched, too
     if request.param == "transformers":
         service.arguments[0] = str(tiny_model(folder / "base", "qwen3"))
         service.arguments += ["--backend", "TransformersEngine"]

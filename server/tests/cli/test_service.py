@@ -166,7 +166,9 @@ def test_neither_process_has_torch(service: Process) -> None:
 
 
 def test_sigterm_ends_it_well_and_the_next_start_shows_no_key(tmp_path: Path) -> None:
-    process = Process(tmp_path / "data").start()
+    process = Process(tmp_path / "data")
+    process.fresh = True
+    process.start()
     key = process.key
     assert process.stop() == 0
     assert not (process.data / "server.json").exists()
