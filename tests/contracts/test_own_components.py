@@ -33,8 +33,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-HEAVY = {("model", "MultiLoraTransformersModel"), ("optimizer", "LBFGS")}
-"""Components whose checks take longer than ten seconds."""
+HEAVY = {
+    ("model", "MultiLoraTransformersModel"), ("optimizer", "LBFGS"),
+    *(("recipe", name) for name in ("dpo", "embedding", "gkd", "grpo", "rloo")),
+}  # fmt: skip
+"""Components whose checks take long; those of the recipe `sft` are the same."""
 
 
 def marked(spec: ComponentSpec) -> Any:

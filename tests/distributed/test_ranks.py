@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
+COMPARISONS = runpy.run_path(str(Path(__file__).with_name("comparisons.py")))
 WAYS = ("DDP", "FSDP2")
 KINDS = ("LoRA", "full")
 CLIP = 0.05
@@ -44,7 +46,7 @@ class Two(dict[str, list[Any]]):
     """What two ranks saw, by scenario; scenarios of one line run when the first of them is asked for."""
 
     TOGETHER = (
-        "norms",
+        "norms,comparison",
         "unfinished,no_rows,nonfinite,apart,losses,parts,options,precision,checkpoints,dropout,fast_paths",
     )
 
@@ -312,3 +314,26 @@ def test_several_processes_without_initialize_are_refused(folder: Path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeshError, match="2 processes run, but they do not know of each other"):
         TransformersModel(model_id=str(folder / "model"))
+
+
+def test_a_contrastive_loss_and_its_gradients_are_those_of_one_process(two: dict[str, list[Any]]) -> None:
+    whole = COMPARISONS["contrast"](slice(0, len(COMPARISONS["LABELS"])))
+    ours = [rank["contrast"] for rank in two["comparison"]]
+    assert sum(rank["loss"] for rank in ours) == pytest.approx(whole["loss"], rel=1e-12)
+    assert [rank["anchors"] for rank in ours] == [1, 2]
+    grad = torch.tensor(ours[0]["grad"] + ours[1]["grad"], dtype=torch.float64)
+    torch.testing.assert_close(grad, torch.tensor(whole["grad"], dtype=torch.float64))
+
+
+def test_metrics_are_sums_over_sums_on_every_rank(two: dict[str, list[Any]]) -> None:
+    whole = COMPARISONS["measure"](list(COMPARISONS["SHARES"]))
+    assert whole["loss"] == (3 + 9) / (3 + 6)
+    assert whole["accuracy"] == 5 / 7
+    for rank in two["comparison"]:
+        assert rank["metrics"] == pytest.approx(whole)
+
+
+def test_a_rank_that_saw_nothing_gets_the_others_numbers(two: dict[str, list[Any]]) -> None:
+    alone = COMPARISONS["measure"]([COMPARISONS["SHARES"][1]])
+    for rank in two["comparison"]:
+        assert rank["one rank saw rows"] == pytest.approx(alone)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import comparisons
 import torch
 from grid_worker import adapter, rows, start
 from loss_steps import CASES, SHARES, loss_step
@@ -316,6 +317,12 @@ def fast_paths(folder: Path) -> dict[str, Any]:
         )
     seen["same"] = {found.path: found.exact for found in model.evidence()}
     return seen
+
+
+@scenario
+def comparison(folder: Path) -> dict[str, Any]:
+    """Compare rows and measure them over ranks with unequal shares."""
+    return comparisons.compare()
 
 
 @scenario

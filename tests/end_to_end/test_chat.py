@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
-import openai
 import pytest
 import server_sdk as sdk
 import torch
+from deferred import Deferred
 from native_rows import CONFIG
 from peft import PeftModel
 from serving import Served, pool
@@ -24,6 +23,8 @@ from twinkle_client import MultiLoraTransformersModel, TwinkleClient
 from twinkle_server.chat.decoding import TokenTexts
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+anthropic: Any = Deferred("anthropic")
+openai: Any = Deferred("openai")
 TEMPLATE = Path(__file__).parents[2] / "plugins" / "chat" / "tests" / "chat_templates" / "qwen2_5.jinja"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PROMPT = [5, 6, 7]
@@ -56,24 +57,24 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(service: Served) -> Iterator[openai.OpenAI]:
+def client(service: Served) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0, timeout=SECONDS) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def claude(service: Served) -> Iterator[anthropic.Anthropic]:
+def claude(service: Served) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=service.url, api_key=service.key, max_retries=0, timeout=SECONDS) as made:
         yield made
 
 
-def complete(client: openai.OpenAI, model: str, **options: Any) -> Any:
+def complete(client: Any, model: str, **options: Any) -> Any:
     """Return the first choice of a greedy completion, with log-probabilities."""
     options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, **options}
     return client.completions.create(model=model, prompt=PROMPT, **options).choices[0]
 
 
-def test_a_conversation_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
+def test_a_conversation_whole_and_streamed_is_the_same(client: Any) -> None:
     options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 12, "seed": 3, "n": 2, "temperature": 1.5}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
     assert [choice.index for choice in whole.choices] == [0, 1]
@@ -96,7 +97,7 @@ def test_a_conversation_whole_and_streamed_is_the_same(client: openai.OpenAI) ->
     assert bytes(byte for score in scores for byte in score.bytes).decode(errors="replace")
 
 
-def test_completions_echo_the_prompt_with_its_scores(client: openai.OpenAI) -> None:
+def test_completions_echo_the_prompt_with_its_scores(client: Any) -> None:
     scored = client.completions.create(model=BASE, prompt="abc", max_tokens=0, echo=True, logprobs=1).choices[0]
     assert (scored.text, scored.logprobs.tokens) == ("abc", ["a", "b", "c"])
     assert scored.logprobs.token_logprobs[0] is None
@@ -105,7 +106,7 @@ def test_completions_echo_the_prompt_with_its_scores(client: openai.OpenAI) -> N
     assert {choice.index for chunk in both for choice in chunk.choices} == {0, 1, 2, 3}
 
 
-def test_options_change_what_is_sampled(client: openai.OpenAI) -> None:
+def test_options_change_what_is_sampled(client: Any) -> None:
     free = complete(client, BASE, max_tokens=6)
     biased = complete(client, BASE, logit_bias={"65": 100}, max_tokens=3)
     assert biased.logprobs.tokens == [tiny_tokenizer().decode([65])] * 3
@@ -125,7 +126,7 @@ def test_options_change_what_is_sampled(client: openai.OpenAI) -> None:
     ids=lambda options: next(iter(options), "none"),
 )
 def test_tokens_and_scores_are_those_of_transformers(
-    service: Served, client: openai.OpenAI, options: dict[str, float]
+    service: Served, client: Any, options: dict[str, float]
 ) -> None:
     """`min_p=1` leaves the most probable token alone, at any temperature; the rest is greedy with its penalty."""
     temperature = 2.0 if "min_p" in options else 0.0
@@ -165,7 +166,7 @@ def greedy(service: Served, options: dict[str, float], temperature: float) -> tu
     return tokens, [(scored[place], token) for place, token in enumerate(tokens[1:])]
 
 
-def test_limits_seeds_and_both_headers(service: Served, client: openai.OpenAI) -> None:
+def test_limits_seeds_and_both_headers(service: Served, client: Any) -> None:
     options: Any = {"model": BASE, "messages": HELLO, "temperature": 1.5}
     seeded = [
         client.chat.completions.create(**options, seed=seed, max_completion_tokens=9).choices[0] for seed in (1, 1, 2)
@@ -202,7 +203,7 @@ def test_limits_seeds_and_both_headers(service: Served, client: openai.OpenAI) -
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(
-    client: openai.OpenAI, options: Any, param: str
+    client: Any, options: Any, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=param) as caught:
         client.chat.completions.create(model=BASE, messages=HELLO, extra_body=options)
@@ -210,7 +211,7 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(
     assert caught.value.type == "invalid_request_error"
 
 
-def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
+def test_structured_output_matches_its_schema(client: Any) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     for seed in range(3):
         answer = client.chat.completions.create(
@@ -225,7 +226,7 @@ def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_forced_tool_calls(client: openai.OpenAI, choice: Any) -> None:
+def test_forced_tool_calls(client: Any, choice: Any) -> None:
     options: Any = {
         "model": BASE, "messages": HELLO, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False,
         "max_tokens": 300, "seed": 1,
@@ -241,7 +242,7 @@ def test_forced_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-def test_claude_sees_text_tools_and_tokens(claude: anthropic.Anthropic) -> None:
+def test_claude_sees_text_tools_and_tokens(claude: Any) -> None:
     tool: Any = {"name": "weather", "description": "x", "input_schema": CITY}
     options: Any = {
         "model": BASE, "max_tokens": 300, "tools": [tool], "system": "Be brief.",
@@ -271,7 +272,7 @@ def test_claude_sees_text_tools_and_tokens(claude: anthropic.Anthropic) -> None:
     )
 
 
-def test_claude_stops_at_a_sequence_and_refuses_what_it_does_not_know(claude: anthropic.Anthropic) -> None:
+def test_claude_stops_at_a_sequence_and_refuses_what_it_does_not_know(claude: Any) -> None:
     options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 8, "extra_body": {"temperature": 0}}
     free = claude.messages.create(**options).content[0].text
     stop = next(letter for letter in free[1:] if letter.isprintable())
@@ -286,7 +287,7 @@ def test_claude_stops_at_a_sequence_and_refuses_what_it_does_not_know(claude: an
         claude.with_options(api_key="tml-wrong").messages.create(**options)
 
 
-def test_errors_have_the_form_of_each_api(service: Served, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_errors_have_the_form_of_each_api(service: Served, client: Any, claude: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="nobody/has-this", messages=HELLO)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
@@ -314,7 +315,7 @@ def training(service: Served) -> Iterator[Any]:
         yield sdk.trainer(opened, BASE, rank=16, seed=1)
 
 
-def test_the_adapter_answers_after_each_step_and_its_checkpoints_stay(client: openai.OpenAI, training: Any) -> None:
+def test_the_adapter_answers_after_each_step_and_its_checkpoints_stay(client: Any, training: Any) -> None:
     run = training.model_id
     seen = [complete(client, BASE).logprobs.token_logprobs, complete(client, run).logprobs.token_logprobs]
     assert seen[0] == seen[1], "a new adapter changes nothing"
@@ -335,7 +336,7 @@ def test_the_adapter_answers_after_each_step_and_its_checkpoints_stay(client: op
     assert client.models.retrieve(f"{run}/state").id == f"{run}/state"
 
 
-def test_a_running_request_finishes_on_the_weights_it_began_with(client: openai.OpenAI, training: Any) -> None:
+def test_a_running_request_finishes_on_the_weights_it_began_with(client: Any, training: Any) -> None:
     options: Any = {"model": training.model_id, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
     expected = client.completions.create(**options).choices[0].text
     stream = client.completions.create(**options, stream=True)
@@ -347,7 +348,7 @@ def test_a_running_request_finishes_on_the_weights_it_began_with(client: openai.
     assert client.completions.create(**options).choices[0].text != expected
 
 
-def test_another_tenant_neither_sees_nor_reaches_them(service: Served, client: openai.OpenAI, training: Any) -> None:
+def test_another_tenant_neither_sees_nor_reaches_them(service: Served, client: Any, training: Any) -> None:
     run = training.model_id
     if f"{run}/state" not in {model.id for model in client.models.list()}:
         training.save_state("state").result(SECONDS)
@@ -372,7 +373,7 @@ def test_another_tenant_neither_sees_nor_reaches_them(service: Served, client: o
         assert stranger.completions.create(model=BASE, prompt=PROMPT, max_tokens=1).usage.completion_tokens == 1
 
 
-def test_a_client_that_leaves_frees_the_engine(service: Served, client: openai.OpenAI) -> None:
+def test_a_client_that_leaves_frees_the_engine(service: Served, client: Any) -> None:
     stream = client.completions.create(model=BASE, prompt=PROMPT, max_tokens=1900, stream=True, temperature=0,
                                        logit_bias={"258": -100})  # fmt: skip
     next(iter(stream))
@@ -398,7 +399,7 @@ def freed(service: Served) -> None:
     raise AssertionError("the request still runs")
 
 
-def test_a_reader_that_stops_delays_nobody(service: Served, client: openai.OpenAI) -> None:
+def test_a_reader_that_stops_delays_nobody(service: Served, client: Any) -> None:
     body = {"model": BASE, "prompt": PROMPT, "max_tokens": 500, "stream": True, "logit_bias": {"258": -100}}
     headers = {"Authorization": f"Bearer {service.key}"}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False) as slow:
@@ -408,7 +409,7 @@ def test_a_reader_that_stops_delays_nobody(service: Served, client: openai.OpenA
         assert b"[DONE]" in b"".join(slow.iter_bytes())
 
 
-def test_vectors_of_an_adapter_for_embeddings(service: Served, client: openai.OpenAI, training: Any) -> None:
+def test_vectors_of_an_adapter_for_embeddings(service: Served, client: Any, training: Any) -> None:
     texts = ["ab", "cde"]
     with sdk.opened(service.url, service.key) as opened:
         adapter = sdk.trainer(opened, BASE, rank=4, seed=3, user_metadata={"task": "embedding"})
@@ -444,7 +445,7 @@ def vectors(adapter: Path, service: Served, texts: list[str]) -> list[list[float
     return found
 
 
-def test_an_adapter_trained_with_infonce_answers_after_each_step(service: Served, client: openai.OpenAI) -> None:
+def test_an_adapter_trained_with_infonce_answers_after_each_step(service: Served, client: Any) -> None:
     """Trained through the native client, embedded through OpenAI's: live, saved, and loaded into a new model."""
     texts = ["ab", "cde", "xyz", "q"]
     rows = [
@@ -507,12 +508,12 @@ def newest_export(service: Served) -> Path:
 
 
 @pytest.mark.full
-def test_a_trained_adapter_calls_a_tool_by_itself(service: Served, client: openai.OpenAI) -> None:
+def test_a_trained_adapter_calls_a_tool_by_itself(service: Served, client: Any) -> None:
     with sdk.opened(service.url, service.key) as opened:
         calls_a_tool(client, sdk.trainer(opened, BASE, rank=16, seed=2))
 
 
-def calls_a_tool(client: openai.OpenAI, training: Any) -> None:
+def calls_a_tool(client: Any, training: Any) -> None:
     """Train an adapter on one call, and demand that it makes it, whole and streamed."""
     tokenizer = tiny_tokenizer(TEMPLATE.read_text())
     prompt = tokenizer.apply_chat_template(HELLO, tools=[TOOL], add_generation_prompt=True)["input_ids"]
@@ -534,7 +535,7 @@ def calls_a_tool(client: openai.OpenAI, training: Any) -> None:
 
 @pytest.mark.full
 def test_an_engine_that_dies_is_an_error_and_the_retry_of_the_sdk_succeeds(
-    service: Served, client: openai.OpenAI, training: Any
+    service: Served, client: Any, training: Any
 ) -> None:
     run = training.model_id
     expected = complete(client, run).logprobs.token_logprobs

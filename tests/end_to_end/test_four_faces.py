@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import server_sdk as sdk
 import tinker
+from deferred import Deferred
 from native_rows import CONFIG, rows
 from serving import Served, pool
 
@@ -22,6 +21,8 @@ from twinkle_client import MultiLoraTransformersModel, TwinkleClient, vLLMSample
 from twinkle_client.errors import NotFound, TwinkleClientError
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
+anthropic: Any = Deferred("anthropic")
+openai: Any = Deferred("openai")
 BASE = "acme/tiny"
 STEPS = 4
 TOKENS = 8

@@ -325,6 +325,7 @@ def test_a_decorator_without_brackets_says_so() -> None:
         remote_class()(len)  # type: ignore[type-var]
 
 
+@pytest.mark.full
 def test_two_processes_join_and_divide_the_work(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

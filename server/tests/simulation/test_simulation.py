@@ -24,7 +24,7 @@ def history(seed: int) -> tuple[Report, str]:
     return simulate(seed, lines.append), "\n".join(lines)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_the_service_keeps_its_promises_under_faults(seed: int) -> None:
     assert history(seed)[0].operations > 0

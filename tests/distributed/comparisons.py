@@ -1,14 +1,10 @@
-"""One of two ranks with unequal shares: what a contrastive loss and the metrics make of all rows together."""
+"""What a contrastive loss and the metrics make of all rows together, on one of two ranks with unequal shares."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import twinkle
 from twinkle.loss import InfonceLoss
 from twinkle.metric import Accuracy, EmbeddingMetric, LossMetric
 
@@ -50,13 +46,12 @@ def measure(parts: list[slice], group: Any = None) -> dict[str, float]:
     return numbers
 
 
-if __name__ == "__main__":
-    twinkle.initialize()  # which also leaves the group at the end
+def compare() -> dict[str, Any]:
+    """Return what this one of two ranks sees."""
     rank = dist.get_rank()
     # In the second look only one rank has seen anything: the other must neither wait nor be left out.
-    found = {
+    return {
         "contrast": contrast(SHARES[rank]),
         "metrics": measure([SHARES[rank]], dist.group.WORLD),
         "one rank saw rows": measure([SHARES[rank]] if rank else [], dist.group.WORLD),
     }
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
