@@ -56,7 +56,11 @@ ALLOWED = {
     "docs/guides/operator/deployment.md": {"needs a container engine": 1, "needs root rights": 1},
     "docs/guides/operator/merge.md": {"the path of a checkpoint differs": 1},
     "docs/guides/operator/configuration.md": {"serves until it is stopped": 1},
-    "docs/guides/tenant/client.md": {"installs packages": 1, "changes the shell": 1, "needs a service that allows it": 1},
+    "docs/guides/tenant/client.md": {
+        "installs packages": 1,
+        "changes the shell": 1,
+        "needs a service that allows it": 1,
+    },
     "docs/guides/tenant/tinker.md": {"installs packages": 1, "changes the shell": 1},
     "docs/guides/operator/dashboard.md": {"installs packages": 1, "needs a collector": 1},
     "docs/guides/tenant/chat.md": {"changes the shell": 1, "needs a model with tools": 1},

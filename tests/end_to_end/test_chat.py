@@ -125,9 +125,7 @@ def test_options_change_what_is_sampled(client: Any) -> None:
     [{}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}, {"min_p": 1.0}],
     ids=lambda options: next(iter(options), "none"),
 )
-def test_tokens_and_scores_are_those_of_transformers(
-    service: Served, client: Any, options: dict[str, float]
-) -> None:
+def test_tokens_and_scores_are_those_of_transformers(service: Served, client: Any, options: dict[str, float]) -> None:
     """`min_p=1` leaves the most probable token alone, at any temperature; the rest is greedy with its penalty."""
     temperature = 2.0 if "min_p" in options else 0.0
     given = client.completions.create(
@@ -202,9 +200,7 @@ def test_limits_seeds_and_both_headers(service: Served, client: Any) -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(
-    client: Any, options: Any, param: str
-) -> None:
+def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(client: Any, options: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError, match=param) as caught:
         client.chat.completions.create(model=BASE, messages=HELLO, extra_body=options)
     assert caught.value.param == param
