@@ -26,7 +26,7 @@ def load(model_id, data, rows, batch_size):
 
 
 def teacher_sets(model, batch, k):
-    """Return the rows with the teacher's k most probable tokens as labels [T, k], and their probabilities."""
+    """Return the rows with the teacher's k most probable tokens as labels [T, k], and their shares of probability."""
     top = model.forward_only(inputs=batch, topk_logprobs=k, adapter_name="teacher")
     rows, wanted = [], []
     for row, tokens, logps in zip(batch, top["topk_indices"], top["topk_logprobs"], strict=True):
@@ -34,18 +34,18 @@ def teacher_sets(model, batch, k):
         length = len(trained)
         labels = np.where(trained[:, None], tokens[:length], -100)
         rows.append({"input_ids": row["input_ids"], "labels": labels})
-        wanted.append(torch.tensor(np.exp(logps[:length]) * trained[:, None]))
+        wanted.append(torch.softmax(torch.tensor(logps[:length]), -1) * torch.tensor(trained)[:, None])
     return rows, wanted
 
 
 def divergence(wanted):
-    """Return the loss: the cross entropy of the student with the teacher's k tokens, a mean over tokens."""
+    """Return the loss: the cross entropy with the teacher's k tokens, a mean over positions."""
 
     def loss(rows, logps):
-        tokens = sum((row["labels"] != -100).any(-1).sum() for row in rows)
+        positions = sum((row["labels"] != -100).any(-1).sum() for row in rows)
         total = -sum((target * own).sum() for target, own in zip(wanted, logps, strict=True))
-        mass = sum(target.sum() for target in wanted)
-        return total / tokens, {"mass": mass / tokens}
+        mass = sum((own.detach().exp() * (target > 0)).sum() for target, own in zip(wanted, logps, strict=True))
+        return total / positions, {"mass": mass / positions}
 
     return loss
 
@@ -70,7 +70,7 @@ def train(options):
             output = model.forward_backward_custom(rows, divergence(wanted), adapter_name="student")
             model.clip_grad_and_step(adapter_name="student")
             mass = output["metrics"]["mass"]
-            print(f"epoch {epoch + 1}, step {step}: loss {output['loss']:.4f}, mass {mass:.3f}", flush=True)
+            print(f"epoch {epoch + 1}, step {step}: loss {output['loss']:.4f}, mass {mass:.4f}", flush=True)
     print("saved:", model.save("student", is_sampler=True, adapter_name="student").twinkle_path)
     client.close()
 
