@@ -115,6 +115,13 @@ class AdapterSpec:
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Make tuples of the lists that JSON has."""
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        for name in _PATTERNS:
+            object.__setattr__(self, name, tuple(tuple(pair) for pair in getattr(self, name)))
+
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON data for `from_json`; empty patterns are left out, as older versions wrote it."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -127,18 +134,14 @@ class AdapterSpec:
         Raises:
             TypeError: a field is missing or unknown, or `targets` or a pattern has another type.
         """
-        fields = dict(values)
-        targets = fields.get("targets")
-        if targets is not None:
-            if not isinstance(targets, list | tuple) or not all(isinstance(name, str) for name in targets):
-                raise TypeError(f"targets must be a list of names, got {targets!r}")
-            fields["targets"] = tuple(targets)
+        targets = values.get("targets")
+        if targets is not None and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
+            raise TypeError(f"targets must be a list of names, got {targets!r}")
         for name in _PATTERNS:
-            pairs = fields.get(name, ())
-            if not isinstance(pairs, list | tuple) or not all(_is_pair(pair) for pair in pairs):
+            pairs = values.get(name, [])
+            if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
                 raise TypeError(f"{name} must be a list of pairs of a pattern and a number, got {pairs!r}")
-            fields[name] = tuple((key, value) for key, value in pairs)
-        return cls(**fields)
+        return cls(**values)
 
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
