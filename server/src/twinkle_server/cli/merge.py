@@ -7,21 +7,15 @@ from pathlib import Path
 import click
 
 from twinkle.errors import ConfigError, OutputError
-from twinkle_server.cli.serve import ENVIRONMENT
+from twinkle_server.cli.common import ENVIRONMENT, HELP, as_json_option, data_folder, echo, user_errors, with_store
 
 
-@click.command("merge")
+@click.command("merge", context_settings=HELP)
 @click.argument("checkpoint")
-@click.option(
-    "--data",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    required=True,
-    envvar=f"{ENVIRONMENT}_DATA",
-    help="Folder of the service.",
-)
+@data_folder
 @click.option("--model", required=True, envvar=f"{ENVIRONMENT}_MODEL", help="The base model, as for `twinkle serve`.")
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="New folder for the merged model.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@as_json_option
 def merge(checkpoint: str, data: Path, model: str, to: Path, as_json: bool) -> None:
     """Merge CHECKPOINT, a `tinker://` path of any tenant, into the base model; works while a service runs.
 
@@ -29,7 +23,6 @@ def merge(checkpoint: str, data: Path, model: str, to: Path, as_json: bool) -> N
     """
     from twinkle.hub import local_model
     from twinkle_server.checkpoints.merging import CannotMerge, publish_merged
-    from twinkle_server.cli.server import echo, user_errors, with_store
     from twinkle_server.ids import CheckpointPath
 
     with user_errors():

@@ -6,14 +6,15 @@ from typing import Any
 import click
 import yaml
 
-_NAMES = {"help_option_names": ["-h", "--help"]}
+from twinkle_server.cli.common import HELP, user_errors
+
 _config = click.option(
     "-c", "--config", "path", type=click.Path(dir_okay=False, path_type=Path), required=True,
     envvar="TWINKLE_SERVER_CONFIG", help="The published configuration file (`applications:`).",
 )  # fmt: skip
 
 
-@click.group(context_settings=_NAMES)
+@click.group(context_settings=HELP)
 def main() -> None:
     """Serve a base model from a published configuration file; `twinkle serve` has all options of this service."""
 
@@ -23,7 +24,6 @@ def main() -> None:
 @click.option("--namespace", envvar="TWINKLE_RAY_NAMESPACE", help="Accepted as published; the service has no Ray.")
 def launch(path: Path, namespace: str | None) -> None:
     """Serve until SIGTERM."""
-    from twinkle_server.cli.server import user_errors
     from twinkle_server.launch.launcher import launch_server
 
     with user_errors():
@@ -35,7 +35,6 @@ def launch(path: Path, namespace: str | None) -> None:
 @_config
 def check_config(path: Path) -> None:
     """Check a file, and print what the service does in another way than it says."""
-    from twinkle_server.cli.server import user_errors
     from twinkle_server.launch.launcher import ServerLauncher, read_config
 
     with user_errors():
@@ -51,7 +50,6 @@ def check_config(path: Path) -> None:
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", envvar="TWINKLE_PRINT_FORMAT")
 def print_config(path: Path, form: str) -> None:
     """Print a file with all defaults."""
-    from twinkle_server.cli.server import user_errors
     from twinkle_server.launch.launcher import read_config
 
     with user_errors():
@@ -69,7 +67,6 @@ def clear() -> None:
 @_config
 def persistence(path: Path) -> None:
     """Name the folder with the state, which the service never deletes by itself."""
-    from twinkle_server.cli.server import user_errors
     from twinkle_server.launch.launcher import ServerLauncher, read_config
 
     with user_errors():

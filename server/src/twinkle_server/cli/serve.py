@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from twinkle.errors import ConfigError
 from twinkle_registry.naming import nearest_or_all
+from twinkle_server.cli.common import ENVIRONMENT, HELP, user_errors
 from twinkle_server.configuration import Effective, Entry, entries
 from twinkle_server.settings import bare
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from click.decorators import FC
 
 F = TypeVar("F", bound=Callable[..., Any])
-ENVIRONMENT: Final = "TWINKLE_SERVE"
-"""Prefix of environment variables: `TWINKLE_SERVE_PORT` sets what `--port` sets."""
-_NAMES: Final = {"help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +337,7 @@ def _setting(flag: Flag, value: Any) -> Any:
     return value * flag.unit if flag.unit != 1 else value
 
 
-@click.command("serve", context_settings=_NAMES)
+@click.command("serve", context_settings=HELP)
 @settings_options
 @click.pass_context
 def main(context: click.Context, /, **_values: Any) -> None:
@@ -352,7 +350,6 @@ def main(context: click.Context, /, **_values: Any) -> None:
     """
     from dataclasses import replace
 
-    from twinkle_server.cli.server import user_errors
     from twinkle_server.serve import serve
 
     settings = effective(context).settings

@@ -14,7 +14,7 @@ from twinkle.data_format import InputFeature, ModelOutput, SampleResponse, Sampl
 from twinkle.errors import Unsupported
 
 if TYPE_CHECKING:
-    from twinkle.model import TwinkleModel
+    from twinkle.model.base import TwinkleModel
 
 Feature = Literal[
     "composition",
