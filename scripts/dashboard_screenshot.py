@@ -24,7 +24,7 @@ from twinkle.testing import tiny_model  # noqa: E402
 
 STEPS, GROUP, TOKENS = 24, 8, 24
 PROMPT = "Write letters: "
-WIDTH, HEIGHT = 1480, 1180
+WIDTH, HEIGHT = 1280, 1300
 
 
 def main() -> int:
@@ -105,7 +105,9 @@ def sampled_row(prompt: list[int], sequence: Any, reward: float, advantage: floa
 
 def picture(served: Served, run: Run, path: Path) -> None:
     """Write a picture of the run's page."""
-    with browser(WIDTH, HEIGHT) as running, running.page() as page:
+    with browser() as running, running.page() as page:
+        page.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
+        page.call("Emulation.setScrollbarsHidden", hidden=True)
         page.goto(f"{served.url}/")
         page.type(run.key)
         page.press("Enter", navigates=True)
