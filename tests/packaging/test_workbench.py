@@ -18,8 +18,8 @@ from packaging.utils import canonicalize_name
 
 TOOLS = MappingProxyType(SETTINGS["tool"])
 PACKAGES = {member.source.name for member in MEMBERS}
-ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv", "otel"}
-"""Extras for accounts, devices and games that not every machine has; `make soak` and `make gpu` test what is there."""
+ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv", "otel", "pii"}
+"""Extras for accounts, devices, games and language models: `make soak` and `make gpu` test those that are there."""
 
 
 def metadata_of_wheel(project: Path, out: Path) -> Message:

@@ -142,6 +142,7 @@ def native_seeds(session: str, path: str) -> dict[str, dict[str, Any]]:
         "/twinkle/futures/{request_id}/cancel": {},
         "/twinkle/samplers": {"session_id": session, "sampler_seq_id": 7, "adapter_uri": path},
         "/twinkle/samplers/{sampler_id}/sample": {**sampled, "seq_id": 50},
+        "/twinkle/samplers/{sampler_id}/stream": sampled,
         "/twinkle/weights_info": {"twinkle_path": path},
     }
 

@@ -3,9 +3,8 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
@@ -238,20 +237,12 @@ def describe_routes() -> dict[str, Any]:
     return application.openapi()
 
 
-def tinker_routes() -> APIRouter:
-    """Return the endpoints of the Tinker protocol."""
-    return _routes((PREFIX, MODULES))
-
-
 @functools.cache
 def all_routes() -> APIRouter:
     """Return the endpoints of all protocols; they have no state, so that applications of a process share them."""
-    return _routes((PREFIX, MODULES), (native.PREFIX, native.MODULES), (CHAT_PREFIX, (openai, anthropic, embeddings)))
-
-
-def _routes(*protocols: tuple[str, Sequence[ModuleType]]) -> APIRouter:
+    chat = (openai, anthropic, embeddings)
     router = APIRouter(default_response_class=Response)
-    for prefix, modules in protocols:
+    for prefix, modules in ((PREFIX, MODULES), (native.PREFIX, native.MODULES), (CHAT_PREFIX, chat)):
         for module in modules:
             add_routes(router, module.router, prefix)
     return router

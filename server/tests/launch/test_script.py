@@ -68,19 +68,19 @@ def path(tmp_path: Path) -> Path:
 def test_a_script_is_imported_up_to_the_call_that_serves(path: Path) -> None:
     from twinkle.runtime import current
 
-    before = current._current
-    loaded = load(str(path), ["Halved", "Length"])
-    assert current._current is before
+    before, arguments = current._current, list(sys.argv)
+    loaded = load(str(path), ["Halved", "Length"], ["config.yaml"])
+    assert (current._current, sys.argv) == (before, arguments)
     module = sys.modules[loaded["Halved"].__module__]
     assert components_of(module) == {"Halved": "loss", "Length": "reward"}
     with pytest.raises(ConfigError, match="does not define 'Late' when it is imported"):
-        load(str(path), ["Late"])
+        load(str(path), ["Late"], ["config.yaml"])
 
 
 def test_the_components_are_those_of_a_plugin(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = path.parent / "plugin"
     folder.mkdir()
-    write_plugin(folder, path, {"Halved": "loss"})
+    write_plugin(folder, path, {"Halved": "loss"}, ["config.yaml"])
     monkeypatch.syspath_prepend(str(folder))
     [record] = [record for record in installed_plugins() if record.dist == scripts.NAME]
     registry().add(record)

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -27,7 +27,7 @@ _MODULE: Final = '''"""Components of the script that started the service."""
 
 from twinkle_server.launch.script import load
 
-globals().update(load({path!r}, {names!r}))
+globals().update(load({path!r}, {names!r}, {arguments!r}))
 '''
 _MANIFEST: Final = f'schema = 1\ncore = ">=0.1"\nname = "{NAME}"\n'
 _COMPONENT: Final = """
@@ -77,8 +77,13 @@ def _kind_of(cls: type) -> str | None:
     return None
 
 
-def load(path: str, names: list[str]) -> dict[str, Any]:
+def load(path: str, names: list[str], arguments: list[str]) -> dict[str, Any]:
     """Import a script under another name than `__main__`, and return some of its attributes.
+
+    Args:
+        path: of the script.
+        names: of the attributes.
+        arguments: with which the script was started; it finds them in `sys.argv`.
 
     Raises:
         ConfigError: the script does not define one of them before it serves.
@@ -90,11 +95,12 @@ def load(path: str, names: list[str]) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     before, _loading = _loading, True
+    own, sys.argv = sys.argv, [path, *arguments]
     try:
         with _same_runtime(), contextlib.suppress(ScriptServes):
             spec.loader.exec_module(module)
     finally:
-        _loading = before
+        _loading, sys.argv = before, own
     if missing := [name for name in names if not hasattr(module, name)]:
         raise ConfigError(
             f"{Path(path).name} does not define {missing[0]!r} when it is imported; define components outside of "
@@ -128,19 +134,19 @@ def offered() -> Iterator[tuple[str, ...]]:
         yield ()
         return
     with tempfile.TemporaryDirectory(prefix="twinkle-script-") as folder:
-        write_plugin(Path(folder), Path(path).absolute(), names)
+        write_plugin(Path(folder), Path(path).absolute(), names, sys.argv[1:])
         with _on_path(folder):
             for record in installed_plugins():
                 registry().add(record)
             yield (NAME,)
 
 
-def write_plugin(folder: Path, script: Path, names: Mapping[str, str]) -> None:
+def write_plugin(folder: Path, script: Path, names: Mapping[str, str], arguments: Sequence[str]) -> None:
     """Write a plugin with the components of a script, given their kinds by name, as an installed distribution."""
     package, about = folder / _PACKAGE, folder / f"{_PACKAGE}-0.1.dist-info"
     package.mkdir()
     about.mkdir()
-    code = _MODULE.format(path=str(script), names=sorted(names))
+    code = _MODULE.format(path=str(script), names=sorted(names), arguments=list(arguments))
     (package / "__init__.py").write_text(code, "utf-8")
     rows = [_COMPONENT.format(kind=kind, name=name, package=_PACKAGE) for name, kind in sorted(names.items())]
     (package / "twinkle-plugin.toml").write_text(_MANIFEST + "".join(rows), "utf-8")

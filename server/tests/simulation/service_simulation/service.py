@@ -17,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from twinkle_server.app_state import AppState, app_state_of, caller_of
-from twinkle_server.application import PREFIX, tinker_routes
+from twinkle_server.application import PREFIX, all_routes
 from twinkle_server.chat.models import resolve
 from twinkle_server.engine import messages
 from twinkle_server.errors import Busy, ServiceError
-from twinkle_server.native.routes import native_routes
 from twinkle_server.operations import Generate
 from twinkle_server.requests import json_response as answer
 from twinkle_server.runtime.arrivals import ArrivalMiddleware
@@ -285,7 +284,7 @@ class _Application:
 def endpoints() -> dict[tuple[str, str], Callable[..., Any]]:
     """Return the functions that answer requests, by method and path of the route."""
     if not _endpoints:
-        for route in (*tinker_routes().routes, *native_routes().routes):
+        for route in all_routes().routes:
             found: Any = route
             for method in found.methods:
                 _endpoints[method, found.path.removeprefix(PREFIX)] = found.endpoint
