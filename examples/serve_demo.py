@@ -6,6 +6,7 @@ python examples/serve_demo.py
 """
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -76,14 +77,20 @@ def datum_of(row):
     )
 
 
+@functools.cache
+def template():
+    """Load the model's chat template, with its tokenizer, from this machine's copy of the model."""
+    from twinkle.template import Template
+
+    return Template(model_id=MODEL)
+
+
 def prompt_of(question):
     """Encode a question as the model's template does."""
     import tinker
 
-    from twinkle.template import Template
-
     messages = {"messages": [{"role": "user", "content": question}]}
-    encoded = Template(model_id=MODEL).encode(messages, add_generation_prompt=True)
+    encoded = template().encode(messages, add_generation_prompt=True)
     return tinker.ModelInput.from_ints(list(encoded["input_ids"]))
 
 
@@ -106,14 +113,14 @@ def train(training, data, told):
     tell(*ahead.pop())
 
 
-def ask(sampling, tokenizer):
+def ask(sampling):
     """Return the answers to all questions, asked at once, each the likeliest words."""
     import tinker
 
     params = tinker.SamplingParams(max_tokens=24, temperature=0.0)
     asked = [sampling.sample(prompt_of(question), 1, params) for question in QUESTIONS]
     tokens = [future.result().sequences[0].tokens for future in asked]
-    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in tokens]
+    return [template().decode(answer, skip_special_tokens=True) for answer in tokens]
 
 
 def visit(tenant, url, key, data, table):
@@ -124,7 +131,7 @@ def visit(tenant, url, key, data, table):
         training = client.create_lora_training_client(base_model=MODEL, rank=16).result()
         train(training, data, lambda step, loss: table.told(tenant, step, loss))
         sampling = training.save_weights_and_get_sampling_client().result()
-        table.answers[tenant] = ask(sampling, training.get_tokenizer())
+        table.answers[tenant] = ask(sampling)
 
 
 class Table:

@@ -18,7 +18,7 @@ WITHOUT = {
     "engine/exports.py:write": "fills a draft, between files.before_write and files.before_manifest",
     "engine/files.py:_place": "fills a draft, between files.before_write and files.before_manifest",
 }
-OWN_TESTS = ("checkpoints/test_trash.py", "store/test_lost_database.py")
+OWN_TESTS = ("checkpoints/test_trash.py", "store/test_lost_database.py", "store/test_backup.py")
 METHODS = ("rename", "hardlink_to", "link_to", "symlink_to")
 FUNCTIONS = {"os": ("rename", "renames", "replace", "link", "symlink"), "shutil": ("move",)}
 

@@ -15,9 +15,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_sdk import opened
 from serving import Served, commanded
-from transformers import AutoTokenizer
-
-from twinkle.hub import local_model
 
 pytestmark = [pytest.mark.full, pytest.mark.model, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
 
@@ -53,7 +50,7 @@ class Tenant:
                 self._begin.wait(SECONDS)
                 DEMO.train(training, self._data, lambda step, loss: self.losses.append(loss))
                 sampling = training.save_weights_and_get_sampling_client().result(SECONDS)
-                self.answers = DEMO.ask(sampling, training.get_tokenizer())
+                self.answers = DEMO.ask(sampling)
         except BaseException as error:
             self.error = error
 
@@ -90,7 +87,7 @@ def test_the_loss_of_each_fell(tenants: dict[str, Tenant], own: str) -> None:
 def test_the_base_model_names_neither_afterwards(service: Served, tenants: dict[str, Tenant]) -> None:
     with opened(service.url, service.new_key("carol")) as client:
         sampling = client.create_sampling_client(base_model=DEMO.MODEL).result(SECONDS)
-        answers = DEMO.ask(sampling, AutoTokenizer.from_pretrained(local_model(DEMO.MODEL)))
+        answers = DEMO.ask(sampling)
     assert len(answers) == len(DEMO.QUESTIONS)
     assert [name for name in NAMES.values() for answer in answers if name in answer] == [], answers
 

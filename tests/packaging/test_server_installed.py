@@ -9,7 +9,7 @@ import httpx
 import pytest
 from environments import Environment, EnvironmentMaker
 from hatchling.builders.wheel import WheelBuilder
-from house import MEMBERS, ROOT, SETTINGS
+from house import MEMBERS, ROOT, SETTINGS, members_below
 from ledger_engine import ENGINE, MODEL
 from packaging.requirements import Requirement
 from serving import Served
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.full
 
 PAGE = (ROOT / "docs" / "guides" / "operator" / "serving.md").read_text("utf-8")
 WORKBENCH = "twinkle-workbench"
-FLOORS = ("twinkle-registry", "twinkle-core")
 
 
 def block(language: str, holds: str) -> str:
@@ -45,8 +44,8 @@ def of_others(requirements: Iterable[str]) -> list[str]:
         if requirement.name not in projects:
             found.add(str(requirement))
             continue
-        ours = {requirement.name, *FLOORS}
-        members = [member for member in MEMBERS if requirement.name == WORKBENCH or member.name in ours]
+        named = [member for member in MEMBERS if requirement.name in (WORKBENCH, member.name)]
+        members = [*named, *(below for member in named for below in members_below(member))]
         found |= {text for member in members for text in member.project["dependencies"]}
         extras = projects[requirement.name].get("optional-dependencies", {})
         found |= {text for extra in requirement.extras for text in extras[extra]}

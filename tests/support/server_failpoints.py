@@ -8,8 +8,8 @@ REACH = r"\breach\(\s*\"([^\"]+)\""
 SOURCE = ROOT / "server" / "src" / "twinkle_server"
 
 
-BY_HAND = ("trash.", "aside.")
-"""Areas that upkeep and an operator's commands reach; `test_trash` and `test_lost_database` kill them there."""
+BY_HAND = ("trash.", "aside.", "backup.", "restore.")
+"""Areas that upkeep and an operator's commands reach; tests of their own kill them there."""
 
 
 def served_failpoints() -> list[str]:
