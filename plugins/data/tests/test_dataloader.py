@@ -297,7 +297,7 @@ def test_an_error_in_this_process_has_its_traceback() -> None:
         ({"batch_size": 2, "max_retries": None}, ArgumentError, "max_retries is None"),
         ({"batch_size": 2, "shufle": True}, ArgumentError, "no argument 'shufle', nearest: 'shuffle'"),
         ({"batch_size": 2, "num_worker": 2}, ArgumentError, "no argument 'num_worker', nearest: 'num_workers'"),
-        ({"batch_size": 2, "sampler": []}, ArgumentError, "takes no 'sampler': the order is a function"),
+        ({"batch_size": 2, "sampler": []}, DataError, "0 rows do not make one batch of batch_size 2"),
         (
             {"batch_size": 2, "device_mesh": mesh_of(4, 0)},
             MeshError,

@@ -251,7 +251,9 @@ def test_steps_give_what_a_data_set_gives_for_any_number_of_workers(
 ) -> None:
     late, eager = stream(count), Dataset(DatasetMeta(data=rows(count)))
     for dataset in (late, eager):
-        dataset.map(lambda c: {"i": [v for v in c["i"] for _ in range(v % 3)]}, batch_size=batch_size)
+        dataset.map(
+            lambda c: {"i": [v for v in c["i"] for _ in range(v % 3)]}, batch_size=batch_size, remove_columns=["text"]
+        )
         dataset.map(lambda c: {"j": [str(v) for v in c["i"]]}, remove_columns=[])
         if count > 10:
             dataset.filter(lambda row, by: row["i"] % by == 0, fn_kwargs={"by": modulus})

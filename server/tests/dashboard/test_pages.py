@@ -108,7 +108,7 @@ def test_every_page_forbids_foreign_content(site: Site) -> None:
 def test_texts_of_tenants_are_escaped_everywhere(site: Site) -> None:
     client = site.client(site.keys["ana"])
     run = f"/ui/runs/{site.run.id}"
-    page = eventually(client, run, "window.attacked")
+    page = eventually(client, run, "/rollouts/")
     assert html.escape(HOSTILE) in page.replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
     rollout = re.search(r"/rollouts/\d+", page)
     assert rollout
