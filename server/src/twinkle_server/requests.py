@@ -1,7 +1,7 @@
 """Requests and responses of endpoints: routes, JSON bodies, pages, and operations of a queue.
 
-A body is validated by a pydantic model; unknown fields are ignored. A request whose operation is refused uses up its
-sequence number.
+A body is validated by a pydantic model. Unknown fields are errors in this service's own protocols; the Tinker protocol
+ignores them, because newer SDKs send more. A request whose operation is refused uses up its sequence number.
 """
 
 import asyncio
@@ -56,9 +56,15 @@ Metadata = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON body; unknown fields are ignored."""
+    """A JSON body of a protocol whose newer clients may send more fields; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
+
+
+class StrictBody(Body):
+    """A JSON body of this service's own protocol; an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 async def read(request: Request, kind: type[B]) -> B:

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 
 from twinkle_server.application import assemble
 from twinkle_server.dashboard.login import Logins, Visitor
-from twinkle_server.dashboard.pages import Dashboard
+from twinkle_server.dashboard.pages import Dashboard, form_of
 from twinkle_server.engine.messages import Message
-from twinkle_server.errors import Forbidden, Unauthorized
+from twinkle_server.errors import BadRequest, Forbidden, Unauthorized
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Rollouts, Settings
 from twinkle_server.store import open_store
@@ -46,6 +46,14 @@ def request(cookie: str = "", **headers: str) -> Request:
     return Request(
         {"type": "http", "method": "GET", "path": "/", "scheme": "http", "query_string": b"", "headers": pairs}
     )
+
+
+def test_a_form_with_another_field_is_refused() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"csrf=1&keyy=tml-ana", "more_body": False}
+
+    with pytest.raises(BadRequest, match="the form has the fields csrf, key, got keyy"):
+        asyncio.run(form_of(Request(request().scope, receive), "csrf", "key"))
 
 
 def cookie_of(logins: Logins, key: str = "tml-ana") -> str:

@@ -169,6 +169,17 @@ def test_other_places_are_refused(service: DataService, client: Client, target: 
         push(client, save(service, client), target)
 
 
+@pytest.mark.parametrize("route", ["/hub/uploads", "/hub/automatic/a:train:0"])
+def test_a_misspelled_field_is_refused(service: DataService, client: Client, route: str) -> None:
+    body = {"hub_model_id": "hf://tester/typo", "hub_token": TOKEN, "prviate": False}
+    if route == "/hub/uploads":
+        body["checkpoint_path"] = save(service, client)
+    method = "POST" if route == "/hub/uploads" else "PUT"
+    with pytest.raises(RequestRefused, match="prviate: Extra inputs are not permitted"):
+        run(client, client.connection.request(method, route, body=json.dumps(body).encode()))
+    assert run(client, client.connection.request("GET", "/hub/uploads")) == {"uploads": []}
+
+
 def test_a_request_without_a_token_is_refused_here(service: DataService, client: Client, monkeypatch: Any) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(HubError, match="give hub_token=, or set HF_TOKEN"):

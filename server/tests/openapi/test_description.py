@@ -49,6 +49,28 @@ def test_every_native_route_is_described(described: dict[str, Any]) -> None:
         assert ("seq_id" in parameters) is numbered, name
 
 
+def objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of objects with named fields that a schema contains."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from objects(item)
+    elif isinstance(schema, dict):
+        if isinstance(schema.get("properties"), dict):
+            yield schema
+        for item in schema.values():
+            yield from objects(item)
+
+
+def test_bodies_of_own_protocols_refuse_unknown_fields(described: dict[str, Any]) -> None:
+    checked = 0
+    for name, operation in operations(described):
+        content = operation.get("requestBody", {}).get("content", {}) if " /twinkle/" in name else {}
+        for schema in objects([media.get("schema") for media in content.values()]):
+            assert schema["additionalProperties"] is False, (name, schema.get("title"))
+            checked += 1
+    assert checked > 60
+
+
 def test_no_schema_refers_to_what_is_not_there(described: dict[str, Any]) -> None:
     text = json.dumps(described)
     for part in text.split('"$ref": "')[1:]:

@@ -3,22 +3,20 @@
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from twinkle_server.app_state import app_state_of, caller_of, now
 from twinkle_server.checkpoints.merge_jobs import Job, MergeJobs
 from twinkle_server.ids import CheckpointPath, check_name
-from twinkle_server.requests import Body, Text, body_schema, json_response, read
+from twinkle_server.requests import StrictBody, Text, body_schema, json_response, read
 from twinkle_server.tinker.saves import check_ttl
 
 PATH: Final = "/twinkle/merge"
 _WEEK: Final = 7 * 86400
 
 
-class Merge(Body):
+class Merge(StrictBody):
     """See `merge`."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
 
     path: Text = Field(description="`tinker://` path of an own checkpoint for sampling or of external weights.")
     name: Text | None = Field(None, description="Name of the merged model; by default the checkpoint's with -merged.")

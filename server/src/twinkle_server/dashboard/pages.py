@@ -67,16 +67,25 @@ def guarded(handler: Handler) -> Endpoint:
     return endpoint
 
 
-async def form_of(request: Request) -> dict[str, str]:
+async def form_of(request: Request, *names: str) -> dict[str, str]:
     """Return the fields of a form.
+
+    Args:
+        request: with the form.
+        names: of the fields that the form has.
 
     Raises:
         TooLarge: it is larger than any form of the dashboard.
+        BadRequest: it has another field.
     """
     body = await request.body()
     if len(body) > _FORM_BYTES:
         raise TooLarge(f"a form must have at most {_FORM_BYTES} bytes, got {len(body)}")
-    return {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+    fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+    unknown = sorted(fields.keys() - set(names))
+    if unknown:
+        raise BadRequest(f"the form has the fields {', '.join(names)}, got {', '.join(unknown)[:200]}; reload the page")
+    return fields
 
 
 class Dashboard:
@@ -136,7 +145,7 @@ class Dashboard:
     async def open(self, request: Request) -> Response:
         """Log in."""
         try:
-            fields = await form_of(request)
+            fields = await form_of(request, "key", "next")
             target = _next(fields.get("next", ""))
             response = moved(request, target)
             await self.logins.open(request, fields.get("key", "").strip(), response)
@@ -149,7 +158,7 @@ class Dashboard:
     @guarded
     async def close(self, request: Request, visitor: Visitor) -> Response:
         """Log out."""
-        self.logins.check(visitor, (await form_of(request)).get("csrf", ""))
+        self.logins.check(visitor, (await form_of(request, "csrf")).get("csrf", ""))
         response = moved(request, "ui/login")
         self.logins.close(request, response)
         return response
@@ -267,7 +276,7 @@ class Dashboard:
     async def forget(self, request: Request, visitor: Visitor) -> Response:
         """Delete the recorded rows of a run, on request of its tenant."""
         model = await self._model(request, visitor)
-        self.logins.check(visitor, (await form_of(request)).get("csrf", ""))
+        self.logins.check(visitor, (await form_of(request, "csrf")).get("csrf", ""))
         await self._store.rollouts.remove(model.tenant, model.id)
         return moved(request, f"ui/runs/{model.id}")
 
@@ -319,7 +328,7 @@ class Dashboard:
         values: dict[str, Any] = {"visitor": visitor, "here": "", "action": action, "question": question, "back": back}
         if request.method == "GET":
             return page(request, "confirm.html", **values, operator=operator, problem=None)
-        fields = await form_of(request)
+        fields = await form_of(request, "csrf", "key")
         self.logins.check(visitor, fields.get("csrf", ""))
         if operator:
             return None

@@ -11,7 +11,7 @@ from twinkle_server.app_state import AppState, app_state_of, caller_of, now
 from twinkle_server.errors import NotFound
 from twinkle_server.hub_uploads.uploads import HubUploads, Target, Upload
 from twinkle_server.ids import CheckpointPath, new_id
-from twinkle_server.requests import Body, body_schema, isoformat, json_response, read, without_none
+from twinkle_server.requests import StrictBody, body_schema, isoformat, json_response, read, without_none
 
 router = APIRouter()
 _SCHEME = "twinkle://"
@@ -19,7 +19,7 @@ Text = Annotated[str, Field(max_length=512)]
 Path = Annotated[str, InPath(min_length=1, max_length=256)]
 
 
-class UploadTarget(Body):
+class UploadTarget(StrictBody):
     """Where checkpoints are uploaded.
 
     Attributes:
