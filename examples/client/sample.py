@@ -1,6 +1,6 @@
-"""Sample from the base model of a service, or (`--adapter`) from a checkpoint that was saved for sampling.
+"""Sample from the base model of a service, or (`--adapter`) from a checkpoint.
 
-python examples/client/sample.py --adapter twinkle://RUN/sampler_weights/final
+python examples/client/sample.py --adapter twinkle://RUN/weights/final
 """
 
 from arguments import arguments, served_model

@@ -121,6 +121,16 @@ def test_line_98_a_sampler_from_a_path_has_the_numbers_of_the_time_of_saving(raw
     np.testing.assert_allclose(raw.sampler(model_path=path).scores(TOKENS)[1:], then, atol=1e-4)
 
 
+def test_the_sdk_samples_from_a_checkpoint_for_training(served: Served, trained: RawModel) -> None:
+    paths = [trained.save("a"), trained.save_sampler("a")]
+    assert "/weights/" in paths[0]
+    with sdk.opened(served.url) as client:
+        samplers = [client.create_sampling_client(model_path=path).result(60) for path in paths]
+        scores = [sampler.compute_logprobs(sdk.prompt(TOKENS)).result(60)[1:] for sampler in samplers]
+    assert scores[0] == scores[1]
+    np.testing.assert_allclose(scores[0], trained.logprobs(TOKENS), atol=1e-4)
+
+
 @pytest.mark.full
 def test_line_99_a_name_is_taken_unless_it_may_be_replaced(raw: Raw, trained: RawModel) -> None:
     path = trained.save("a")

@@ -117,17 +117,17 @@ class Samples:
 
 @dataclass(slots=True)
 class _Version:
-    """Weights, the number of requests that use them, and whether they are of a checkpoint for training."""
+    """Weights, and the number of requests that use them."""
 
     version: AdapterVersion
     users: int = 0
-    training: bool = False
 
 
 class Versions:
     """Weights of checkpoints, read once and kept while a request uses them.
 
-    Every checkpoint has its own folder, whose files never change.
+    Every checkpoint has its own folder, whose files never change. The weights of a checkpoint for training are read
+    through a temporary adapter.
 
     Args:
         engine: reads them.
@@ -139,22 +139,16 @@ class Versions:
         self._versions: OrderedDict[Path, _Version] = OrderedDict()
         self._restorations = 0
 
-    def take(self, folder: Path, *, training: bool = False) -> AdapterVersion:
+    def take(self, folder: Path) -> AdapterVersion:
         """Return the weights in a folder, and add one user.
 
-        Args:
-            folder: of the checkpoint.
-            training: accept a checkpoint for training, too; its weights are read through a temporary adapter.
-
         Raises:
-            UserError: the checkpoint was deleted, is damaged, belongs to another model, or is for training.
+            UserError: the checkpoint was deleted, is damaged, or belongs to another model.
         """
         if folder not in self._versions:
             self._versions[folder] = self._read(folder)
         self._versions.move_to_end(folder)
         entry = self._versions[folder]
-        if entry.training and not training:
-            raise UserError("cannot sample from a training checkpoint; save one for the sampler")
         entry.users += 1
         return entry.version
 
@@ -177,9 +171,7 @@ class Versions:
             raise UserError("the checkpoint to sample from does not exist; it was deleted or it expired")
         try:
             spec = self._engine.read_spec(folder)
-            if spec is None:
-                return _Version(self._engine.read_version(folder))
-            return _Version(self._restored(spec, folder), training=True)
+            return _Version(self._engine.read_version(folder) if spec is None else self._restored(spec, folder))
         except CheckpointError as error:
             raise damaged_checkpoint(error) from error
         except Unsupported as error:

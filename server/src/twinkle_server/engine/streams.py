@@ -70,7 +70,7 @@ class Streams:
             raise UserError(str(error)) from error
         version = None
         if source is not None:
-            version = self._versions.take(source, training=True)
+            version = self._versions.take(source)
         elif generate.model is not None:
             version = self._present(generate.model)
         try:

@@ -39,12 +39,14 @@ async def create_sampler(request: Request) -> Response:
     sampler = Sampler(name, caller.tenant, body.session_id, body.sampler_seq_id, base, now())
     if body.adapter_uri is not None:
         path = CheckpointPath.parse(body.adapter_uri)
+        if path.kind == "external_weights":
+            raise BadRequest(
+                f"adapter_uri must be a checkpoint for training or sampling, got {path.twinkle}; external weights are "
+                "files to download"
+            )
         checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
         check_base(state, checkpoint.base)
         check_sampled(checkpoint, path.twinkle)
-        if path.kind != "sampler_weights":
-            raise BadRequest(f"adapter_uri must be a checkpoint for sampling, got {path.twinkle}; save one with "
-                             "is_sampler=True")  # fmt: skip
         sampler.path, sampler.folder = str(path), checkpoint.folder
     await state.store.samplers.create(sampler)
     return json_response({"sampler_id": name})

@@ -192,7 +192,7 @@ async def create_sampling_session(request: Request) -> Response:
     if body.model_path is not None:
         path = CheckpointPath.parse(body.model_path)
         if path.kind not in _KINDS:
-            raise BadRequest(f"model_path must be tinker://<run>/sampler_weights/<name>, got {path}")
+            raise BadRequest(f"model_path must be tinker://<run>/<{'|'.join(_KINDS)}>/<name>, got {path}")
         checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
         check_base(state, checkpoint.base)
         check_sampled(checkpoint, str(path))
