@@ -164,7 +164,7 @@ def test_calls_that_cannot_be_read_are_answered_and_the_next_turn_may_do_better(
             unknown=[calls("calculate"), SUM, "5"],
             arguments=['<tool_call>{"name": "calculator", "arguments": {"expression": }}</tool_call>', SUM, "5"],
             text=['<tool_call>{"name": "calculator", "arguments": "2 + 3"}</tool_call>', SUM, "5"],
-            unclosed=['<tool_call>{"name": "calculator", "arguments": {}}', SUM, "5"],
+            unclosed=['<tool_call>{"name": "calculator", "arguments": {', SUM, "5"],
             half=[SUM + "<tool_call>oh", "5"],
         )
     )

@@ -71,6 +71,56 @@ def test_a_template_of_another_class_gives_the_same_row() -> None:
     assert theirs["messages"][2]["content"] == "5"
 
 
+class OwnCalls:
+    """Reads `SUM a b` as a call, in place of the installed parsers."""
+
+    def parse_tool_call(self, decoded: str) -> list[Any]:
+        if "SUM" not in decoded:
+            return []
+        expression = " + ".join(decoded.split("SUM")[1].split()[:2])
+        return [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}]
+
+    def clean_tool_call(self, decoded: str) -> str:
+        return decoded.split("SUM")[0].strip()
+
+
+class OwnTemplate(OwnCalls, Template):  # type: ignore[misc]
+    """A subclass with a format of its own."""
+
+
+class OwnDuck(OwnCalls, Duck):
+    """A template of another class with a format of its own."""
+
+
+class Appending(OwnDuck):
+    """Appends the message itself, without calls."""
+
+    def concat_input_feature(self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Any:
+        row = super().concat_input_feature(prompt_input_feature, new_tokens)
+        said = {"role": "assistant", "content": self.decode(new_tokens, skip_special_tokens=True)}
+        return {**row, "messages": [*row["messages"], said]}
+
+
+@pytest.mark.parametrize("template", [OwnTemplate(tokenizer=tiny_tokenizer()), OwnDuck(), Appending()])
+def test_a_template_reads_the_calls_of_its_own_format(template: Any) -> None:
+    sampler = ScriptedSampler(["so SUM 2 3", "It is 5."], TEMPLATE)
+    [row] = MultiTurnRollout(sampler, template, tools())(ASKED)
+    assert row["turns"] == 2  # type: ignore[typeddict-item]
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert row["messages"][1]["content"] == "so"
+    assert row["messages"][2]["content"] == "5"
+
+
+def test_a_template_without_clean_tool_call_keeps_the_text() -> None:
+    class Reads(Duck):
+        parse_tool_call = OwnCalls.parse_tool_call
+
+    sampler = ScriptedSampler(["so SUM 2 3", "It is 5."], TEMPLATE)
+    [row] = MultiTurnRollout(sampler, Reads(), tools())(ASKED)
+    assert row["messages"][1]["content"] == "so SUM 2 3"
+    assert row["messages"][2]["content"] == "5"
+
+
 def test_a_bridge_closes_a_turn_that_ended_at_a_stop_string() -> None:
     for template in (TEMPLATE, Duck()):
         prompt = template.encode(ASKED[0], add_generation_prompt=True)

@@ -129,3 +129,17 @@ def test_tool_calls_are_read_by_the_parser_that_knows_them(monkeypatch: pytest.M
 def test_without_a_parser_that_knows_the_text_there_are_no_calls() -> None:
     assert TEMPLATE.parse_tool_call("just text") == []
     assert TEMPLATE.clean_tool_call("just text") == "just text"
+
+
+def test_a_subclass_reads_the_calls_of_its_own_format() -> None:
+    class Own(Template):
+        def parse_tool_call(self, decoded: str) -> list[Any]:
+            return [{"function": {"name": "add", "arguments": {"a": 1}}}] if "CALL" in decoded else []
+
+        def clean_tool_call(self, decoded: str) -> str:
+            return decoded.replace("CALL", "").strip()
+
+    template = Own(tokenizer=TEMPLATE.tokenizer)
+    joined: Any = template.concat_input_feature(PROMPT, TEMPLATE.tokenizer("so CALL<|im_end|>")["input_ids"])
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    assert joined["messages"][-1] == {"role": "assistant", "content": "so", "tool_calls": calls}

@@ -297,7 +297,7 @@ class Template(TextOnly):
 
         Returns:
             A new row: `labels` and `completion_mask` cover the new tokens, `messages` has the new turn (with
-            `tool_calls` if a parser finds any).
+            `tool_calls` if `parse_tool_call` finds any, and without their markup).
 
         Raises:
             Unsupported: with `truncation_strategy="split"`, since a row then has no single continuation.
@@ -312,11 +312,10 @@ class Template(TextOnly):
 
     def _assistant_message(self, new_tokens: Sequence[int]) -> dict[str, Any]:
         text = self.decode(new_tokens, skip_special_tokens=True)
-        parser = detect_first(text)
-        calls = parser.parse(text) if parser else []
-        if parser is None or not calls:
+        calls = self.parse_tool_call(text)
+        if not calls:
             return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": parser.clean(text), "tool_calls": calls}
+        return {"role": "assistant", "content": self.clean_tool_call(text), "tool_calls": calls}
 
     # Rows and columns
 

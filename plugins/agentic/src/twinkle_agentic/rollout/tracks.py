@@ -62,7 +62,7 @@ class Track:
             )
         text = template.decode(sequence.tokens, skip_special_tokens=True)
         joined = dict(template.concat_input_feature(self.feature, sequence.tokens))
-        self.feature = self._sampled = with_turn(joined, self.feature, text)
+        self.feature = self._sampled = with_turn(joined, self.feature, text, template)
         self._logprobs += [float(entry[0][1]) for entry in pairs]
         self.turns.append(Turn(text, sequence.stop_reason, len(sequence.tokens)))
         if sequence.stop_reason == "length":
@@ -113,9 +113,22 @@ class Track:
         }
 
 
-def with_turn(joined: dict[str, Any], before: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return a row with the assistant's turn as its last message, where the template did not append it."""
+def with_turn(joined: dict[str, Any], before: Mapping[str, Any], text: str, template: Any) -> dict[str, Any]:
+    """Return a row whose last message is the assistant's turn with its calls, where the template did not append them.
+
+    Args:
+        joined: the row as the template extended it.
+        before: the row before the turn.
+        text: the sampled text.
+        template: reads the calls, see `read_turn`.
+    """
     messages = list(joined.get("messages") or before.get("messages") or ())
     if len(messages) <= len(before.get("messages") or ()):
-        messages.append(read_turn(text))
+        messages.append(read_turn(text, template))
+    elif not messages[-1].get("tool_calls"):
+        read = read_turn(text, template)
+        if calls := read.get("tool_calls"):
+            content = messages[-1].get("content")
+            content = read["content"] if content == text else content
+            messages[-1] = {**messages[-1], "content": content, "tool_calls": calls}
     return {**joined, "messages": messages}

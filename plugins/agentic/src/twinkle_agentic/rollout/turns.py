@@ -97,13 +97,20 @@ def answered(message: Mapping[str, Any], manager: ToolManager, turn: Turn, speci
     return messages
 
 
-def read_turn(text: str) -> dict[str, Any]:
-    """Return the assistant's message of a sampled text, with its tool calls."""
+def read_turn(text: str, template: Any = None) -> dict[str, Any]:
+    """Return the assistant's message of a sampled text, with its tool calls.
+
+    Args:
+        text: what was sampled.
+        template: its `parse_tool_call` and `clean_tool_call` read the text; the installed parsers do where it has none.
+    """
     parser = detect_first(text)
-    calls = parser.parse(text) if parser else []
-    if parser is None or not calls:
+    parse = getattr(template, "parse_tool_call", None) or (parser.parse if parser else None)
+    clean = getattr(template, "clean_tool_call", None) or (parser.clean if parser else None)
+    calls = parse(text) if parse else []
+    if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": parser.clean(text), "tool_calls": calls}
+    return {"role": "assistant", "content": clean(text) if clean else text, "tool_calls": list(calls)}
 
 
 def is_over(manager: ToolManager) -> bool:
