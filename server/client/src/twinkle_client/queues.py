@@ -167,6 +167,29 @@ class AdapterQueue:
             self._unanswered.pop(number, None)
 
 
+class WaitLog:
+    """Logs what a call waits for and how far it is, whenever that changes.
+
+    Args:
+        what: name of the call.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._last = what, ""
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Log the state of an answer with HTTP status 202: `queue_state`, `reason`, and `done` of `total` prompts."""
+        parts = []
+        if state.get("total"):
+            parts.append(f"{state.get('done', 0)} of {state['total']} prompts are complete")
+        if state.get("reason"):
+            parts.append(f"{state.get('queue_state')}: {state['reason']}")
+        text = "; ".join(parts)
+        if text and text != self._last:
+            get_logger().info("%s waits (%s)", self._what, text)
+            self._last = text
+
+
 def result_of_operation(connection: Connection, what: str, answer: Answer) -> Call[Any]:
     """Wait for the result of an operation that the service has accepted, and return its value.
 
@@ -179,13 +202,9 @@ def result_of_operation(connection: Connection, what: str, answer: Answer) -> Ca
         Exception: see `outcome_of`.
     """
     request = answer.headers.get("x-twinkle-request", "")
-    reported = ""
+    log = WaitLog(what)
     while answer.status == 202:
-        state = value_of(answer)
-        reason = f"{state.get('queue_state')}: {state.get('reason')}" if state.get("reason") else ""
-        if reason and reason != reported:
-            get_logger().info("%s waits (%s)", what, reason)
-            reported = reason
+        log.add(value_of(answer))
         answer = yield from connection.exchange("GET", f"/futures/{request}", query={"wait": _POLL}, timeout=_TIMEOUT)
     return outcome_of(value_of(answer))
 

@@ -12,8 +12,8 @@ from twinkle_client.client import TwinkleClient, current_client
 from twinkle_client.errors import ConnectionFailed, error_of
 from twinkle_client.http import value_of
 from twinkle_client.model import _bare
-from twinkle_client.queues import outcome_of
-from twinkle_client.rows import sendable_rows
+from twinkle_client.queues import WaitLog, outcome_of
+from twinkle_client.rows import continued_row, rows_of, sendable_prompt
 
 if TYPE_CHECKING:
     from twinkle_client import types
@@ -80,6 +80,9 @@ class vLLMSampler:
     ) -> Call[list["types.SampleResponseModel"]]:
         """Return one response for each input, in order, with `num_samples` sequences each.
 
+        `new_input_feature` of a sequence has all columns of its input, such as `user_data`, and the sampled turn at the
+        end of `messages`. The log shows the progress of calls that take more than some seconds.
+
         Args:
             inputs: conversations (`messages`, ...), encoded with a generation prompt, or rows with `input_ids`.
             sampling_params: `twinkle.data_format.SamplingParams`, or a mapping of its fields.
@@ -95,14 +98,23 @@ class vLLMSampler:
         from twinkle_client import types
 
         _check_adapter(adapter_name)
-        sampler, body = yield from self._stream_body(inputs, sampling_params, adapter_uri, num_samples)
-        body["seq_id"] = self._numbered(sampler, len(body["inputs"]))
+        prompts = rows_of(inputs)
+        sampler, body = yield from self._stream_body(prompts, sampling_params, adapter_uri, num_samples)
+        body["seq_id"] = self._numbered(sampler, len(prompts))
+        log = WaitLog("sample")
         while True:
             answer = yield from self.client.connection.exchange(
                 "POST", f"/samplers/{sampler}/sample", body, timeout=_TIMEOUT
             )
             if answer.status != 202:
-                return [types.SampleResponseModel(**one) for one in outcome_of(value_of(answer))]
+                break
+            log.add(value_of(answer))
+        responses = outcome_of(value_of(answer))
+        for prompt, response in zip(prompts, responses, strict=True):
+            for sequence in response["sequences"]:
+                if (row := sequence.get("new_input_feature")) is not None:
+                    sequence["new_input_feature"] = continued_row(prompt, row)
+        return [types.SampleResponseModel(**response) for response in responses]
 
     sample, sample_async = twins(_sample)
 
@@ -151,7 +163,7 @@ class vLLMSampler:
         options = _options_of(sampling_params)
         if num_samples is not None:
             options["num_samples"] = num_samples
-        rows = sendable_rows([inputs] if isinstance(inputs, Mapping) else inputs)
+        rows = [sendable_prompt(row) for row in rows_of(inputs)]
         sampler = yield from self._sampler(None if adapter_uri is None else str(adapter_uri))
         body: dict[str, Any] = {"inputs": rows, "options": options}
         if self._template is not None:
