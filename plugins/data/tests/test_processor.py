@@ -160,7 +160,8 @@ def test_tensors_go_to_the_device_asked_for() -> None:
         ([{"input_ids": ["a"]}], "row 0: 'input_ids' is not a flat sequence"),
         ([{"input_ids": None}], "row 0: 'input_ids' is not a flat sequence"),
         ([{"input_ids": [[1]]}], "row 0: 'input_ids' is not a flat sequence"),
-        ([SHORT, {"input_ids": [1, 2], "labels": [1]}], "row 1: 'labels' is 1 values, for 2 tokens"),
+        ([SHORT, {"input_ids": [1, 2, 3], "labels": [1, 2]}], "row 1: 'labels' is 2 values, for 3 tokens"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 2], "labels": [1]}], "need one shape"),
         ([SHORT | {"loss_scale": 1.0}], "row 0: 'loss_scale' is no flat sequence, for 2 tokens"),
         ([SHORT, {"input_ids": [1]}], "row 0 has 'labels' and row 1 has not"),
         ([{"input_ids": [1]}, SHORT], "row 1 has 'labels' and row 0 has not"),
@@ -240,6 +241,8 @@ def test_labels_of_whole_rows_are_one_number_or_some_fractions_each(padding_free
         return processor.unpack_inputs(batch)["labels"] if padding_free else batch["labels"]
 
     assert torch.equal(labels(1, 0), torch.tensor([1, 0]))
+    assert torch.equal(labels([1], [0]), torch.tensor([1, 0]))
+    assert torch.equal(labels([1], 0), torch.tensor([1, 0]))
     assert torch.equal(labels(0.5, 2), torch.tensor([0.5, 2.0]))
     torch.testing.assert_close(labels([0.5, 1.0, 3.0, 4.0], [1.0] * 4), torch.tensor([[0.5, 1, 3, 4], [1, 1, 1, 1]]))
     at_tokens = labels([0.5, 1.0, 3.0], [1.0, 2.0])

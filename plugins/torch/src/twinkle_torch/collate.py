@@ -100,13 +100,15 @@ def _check_targets(number: int, key: str, row: Row, length: int) -> None:
 def of_whole_row(labels: Any, length: int) -> bool:
     """Return whether the labels of a row of `length` tokens are one number, or another count of numbers with fractions.
 
-    Such labels are not targets of positions; losses on embeddings or on the values of a whole row read them.
+    Such labels are not targets of positions; losses on embeddings or on the values of a whole row read them. One number
+    may be a list of one, as published preprocessors write it.
     """
-    if labels is None or size_of(labels) == length:
+    size = None if labels is None else size_of(labels)
+    if labels is None or size == length:
         return False
-    if isinstance(labels, Number) or _dimensions(labels) == 0:
+    if isinstance(labels, Number) or _dimensions(labels) == 0 or size == 1:
         return True
-    if size_of(labels) is None:
+    if size is None:
         return False
     if hasattr(labels, "dtype"):
         return "float" in str(labels.dtype)
@@ -233,6 +235,8 @@ def join_labels(values: Sequence[Any]) -> Any:
         DataError: rows have different counts of them, or one has something else.
     """
     rows = [_tensor("labels", number, value) for number, value in enumerate(values)]
+    if all(not row.is_floating_point() and row.numel() == 1 for row in rows):
+        rows = [row.reshape(()) for row in rows]
     for number, row in enumerate(rows):
         if row.shape != rows[0].shape:
             raise DataError(

@@ -1,10 +1,13 @@
 """Published forms of options: what a script may name, and with which arguments, is the same as for a local model."""
 
+import numpy as np
 import pytest
+import server_sdk as sdk
 from native_rows import CONFIG, rows
+from serving import Served
 
 from twinkle_client import MultiLoraTransformersModel, TwinkleClient, vLLMSampler
-from twinkle_client.errors import RequestRefused
+from twinkle_client.errors import OperationFailed, RequestRefused
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -36,3 +39,40 @@ def test_a_checkpoint_for_training_is_sampled_like_one_for_sampling(
     assert answers[0].logprobs == answers[1].logprobs == answers[2].logprobs
     with pytest.raises(RequestRefused, match="external weights are files to download"):
         sampler.sample({"input_ids": [5]}, adapter_uri=saved[1].twinkle_path.replace("weights", "external_weights"))
+
+
+@pytest.mark.parametrize("loss", ["GKDLoss", "twinkle-losses/GKDLoss"])
+def test_a_loss_cannot_be_asked_to_take_all_memory(model: MultiLoraTransformersModel, loss: str) -> None:
+    with pytest.raises(OperationFailed, match="chunk_size must be at most 2048 on a service, got 4096"):
+        model.set_loss(loss, chunk_size=4096)
+
+
+def test_distillation_is_a_loss_of_tinker_requests_too(model: MultiLoraTransformersModel, service: Served) -> None:
+    batch = rows(1, 6, 9)
+    top = model.forward_only(batch, topk_logprobs=4, disable_lora=True, temperature=0.5)
+    model.set_loss("GKDLoss", beta=0.0)
+    expected = model.forward_backward(
+        batch, teacher_topk_logprobs=top["topk_logprobs"], teacher_topk_indices=top["topk_indices"]
+    )
+    with sdk.opened(service.url) as client:
+        training = sdk.trainer(client, "tiny", 4)
+        data = []
+        for place, row in enumerate(batch):
+            length = len(row["input_ids"])
+            labels = np.array(row["labels"])
+            inputs = {
+                "target_tokens": np.where(labels == -100, 0, labels),
+                "weights": (labels != -100).astype(np.float32),
+                "teacher_topk_logprobs": top["topk_logprobs"][place, :length].astype(np.float32),
+                "teacher_topk_indices": top["topk_indices"][place, :length].astype(np.int64),
+            }
+            tensors = {name: sdk.tinker.TensorData.from_numpy(array) for name, array in inputs.items()}
+            data.append(sdk.tinker.Datum(model_input=sdk.prompt(row["input_ids"]), loss_fn_inputs=tensors))
+        with pytest.raises(sdk.tinker.RequestFailedError, match="chunk_size must be at most 2048 on a service"):
+            training.forward_backward(data, "GKDLoss", {"chunk_size": 4096}).result(60)
+        found = training.forward_backward(data, "GKDLoss", {"beta": 0.0}).result(60)
+    assert found.metrics["loss:sum"] == pytest.approx(expected["loss"] * expected["num_tokens"], rel=1e-4)
+    assert found.metrics["kl:sum"] == pytest.approx(found.metrics["loss:sum"], rel=1e-5)
+    for output, logps, row in zip(found.loss_fn_outputs, expected["logps"], batch, strict=True):
+        own = np.array(output["logprobs"].data)
+        np.testing.assert_allclose(own, logps[: len(row["input_ids"])], atol=1e-4)

@@ -114,20 +114,55 @@ def policy(model: Any) -> list[Any]:
 
 
 def embeddings(model: Any) -> list[Any]:
-    """InfoNCE: a row has one label, which is 1 where a group of anchor, positive and negative begins."""
+    """InfoNCE: a row has one label, which is 1 where a group of anchor, positive and negative begins.
+
+    Published scripts write the label as a list of one.
+    """
     model.add_adapter_to_model("a", CONFIG | {"lora_dropout": 0.0}, seed=5)
     model.set_loss("InfonceLoss", temperature=0.1, hard_negatives=1, adapter_name="a")
     model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+    model.add_metric("EmbeddingMetric", is_training=True, adapter_name="a")
     seen: list[Any] = []
     for step in range(3):
         batch = [
-            {"input_ids": row["input_ids"], "labels": int(place % 3 == 0)}
+            {"input_ids": row["input_ids"], "labels": [int(place % 3 == 0)] if step else int(place % 3 == 0)}
             for place, row in enumerate(rows(step, 9, 6, 8, 8, 7, 5))
         ]
         seen.append(model.forward_only(inputs=batch, task="embedding", adapter_name="a")["embeddings"])
         seen.append(model.forward_backward(inputs=batch, task="embedding", adapter_name="a")["loss"])
         model.clip_grad_and_step(adapter_name="a")
+        metrics = model.calculate_metric(is_training=True, adapter_name="a")
+        seen += [metrics[name] for name in ("loss", "pos_sim", "neg_sim")]
     return seen
+
+
+def distillation(model: Any) -> list[Any]:
+    """GKD: the teacher is the base model, as its most probable tokens, in arrays and in lists, or as whole logits."""
+    model.add_adapter_to_model("a", CONFIG | {"lora_dropout": 0.0}, seed=5)
+    model.set_optimizer("AdamW", lr=3e-2, adapter_name="a")
+    model.forward_backward(inputs=rows(8, 9), adapter_name="a")
+    model.clip_grad_and_step(adapter_name="a")  # the student differs from its teacher
+    model.calculate_metric(is_training=True, adapter_name="a")
+    model.set_loss("GKDLoss", beta=0.3, temperature=1.0, adapter_name="a")
+    model.add_metric("GKDMetric", is_training=True, adapter_name="a")
+    seen: list[Any] = []
+    for step, lists in enumerate((False, True)):
+        batch = rows(step, 9, 6, 8)
+        top = model.forward_only(inputs=batch, topk_logprobs=5, disable_lora=True, adapter_name="a")
+        known = {f"teacher_{name}": top[name] for name in ("topk_logprobs", "topk_indices")}
+        if lists:
+            known = {
+                name: [table[: len(row["input_ids"])] for table, row in zip(value.tolist(), batch, strict=True)]
+                for name, value in known.items()
+            }
+        seen.append(model.forward_backward(inputs=batch, adapter_name="a", **known)["loss"])
+        model.clip_grad_and_step(adapter_name="a")
+        metrics = model.calculate_metric(is_training=True, adapter_name="a")
+        seen += [metrics[name] for name in ("loss", "kl", "reverse_kl", "teacher_agreement", "teacher_mass")]
+    logits = model.forward_only(inputs=batch, return_logits=True, disable_lora=True, adapter_name="a")["logits"]
+    seen.append(model.forward_backward(inputs=batch, teacher_logits=logits, adapter_name="a")["loss"])
+    model.clip_grad_and_step(adapter_name="a")
+    return [*seen, model.calculate_metric(is_training=True, adapter_name="a")["grad_norm"]]
 
 
 def layer_patterns(model: Any) -> list[Any]:
@@ -150,7 +185,7 @@ SCRIPTS = [
     policy,
     *(
         pytest.param(script, marks=pytest.mark.full)
-        for script in (single_calls, noisy, preferences, embeddings, layer_patterns)
+        for script in (single_calls, noisy, preferences, embeddings, distillation, layer_patterns)
     ),
 ]
 

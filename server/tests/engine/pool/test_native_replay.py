@@ -232,7 +232,7 @@ def test_a_checkpoint_continues_a_run(base: Path, tmp_path: Path, optimizer: boo
         ("set_template", "Template", {"loss_scale": "os:system"}, "loss_scale cannot be set on a service"),
         ("set_processor", "InputProcessor", {"padding_side": "up"}, "padding_side"),
         ("add_metric", "GRPOMetric", {"top_k_kl": 10**9}, "at most 1000"),
-        ("add_metric", "EmbeddingMetric", {}, "can be used on this service"),
+        ("add_metric", "CompletionRewardMetric", {}, "can be used on this service"),
         ("apply_patch", "NoSplitModulesPatch", {}, "can be used on this service: it changes the base model"),
     ],
 )

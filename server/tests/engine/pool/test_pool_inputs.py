@@ -53,7 +53,8 @@ def test_every_loss_on_offer_can_be_asked_for_over_the_wire(name: str) -> None:
     (spec,) = [spec for spec in registry().specs("loss")[name] if "served" in spec.runtimes]
     loss = registry().resolve(spec, "loss")
     assert issubclass(loss, Loss)
-    assert getattr(loss, "require_logps", True), f"{name} does not return token logprobs"
+    scores = loss.require_logps or loss.require_logits  # which the service asks for with the logits
+    assert scores, f"{name} does not return token logprobs"
     needed = [
         parameter.name
         for parameter in list(inspect.signature(loss.__call__).parameters.values())[3:]

@@ -17,6 +17,7 @@ from twinkle import registry
 from twinkle.errors import ArgumentError
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.native.components import check_bound
 from twinkle_server.wire import codec, provenance
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_server.wire.codec import Array
@@ -234,6 +235,8 @@ def build_loss(spec: ComponentSpec, config: Mapping[str, Any]) -> Any:
     Raises:
         UserError: an option is invalid.
     """
+    for option, value in config.items():
+        check_bound("loss_fn", spec.name, option, value)
     options = _options(spec, config)
     try:
         component = registry().resolve(spec, "loss")

@@ -116,6 +116,8 @@ class Losses:
         except NotTrusted as error:  # revoked after `find`
             raise UserError(f"loss_fn {spec.name!r} is no longer available: {error}") from error
         _check_missing(spec, loss, rows)
+        if not getattr(loss, "require_logps", True):  # a loss of logits; results of Tinker requests have logps
+            loss.require_logps = True
         return loss if spec.name in (*PUBLISHED, *OWN) else enforce_weights(loss, spec.name, rows)
 
     def build_own(self, spec: ComponentSpec, options: Mapping[str, Any], *, queue_id: str, number: int) -> Any:

@@ -33,8 +33,8 @@ _FIXED: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }  # fmt: skip
 """Options that a client cannot choose, and what they are instead."""
-_MOST: Final[Mapping[str, int]] = {"top_k_kl": 1000}
-"""Upper bounds of options that decide how much memory a component takes."""
+_MOST: Final[Mapping[str, int]] = {"top_k_kl": 1000, "GKDLoss.chunk_size": 2048}
+"""Upper bounds of options, of all components or of one, that decide how much memory a component takes."""
 _DEPTH, _ITEMS, _CHARACTERS = 4, 4096, 2**16
 
 
@@ -105,13 +105,22 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], in_process: 
     for option, value in options.items():
         if option in fixed:
             raise UserError(f"{kind} {name!r}: {option} cannot be set on a service; it is {fixed[option]}")
-        most = _MOST.get(option)
-        if most is not None and isinstance(value, int | float) and value > most:
-            raise UserError(f"{kind} {name!r}: {option} must be at most {most} on a service, got {value}")
+        check_bound(kind, name, option, value)
         _check_plain(f"{kind} {name!r}: {option}", value, _DEPTH)
     if kind == "scheduler" and "schedulers" in options:
         return {**options, "schedulers": [_part(item, in_process) for item in _parts(name, options["schedulers"])]}
     return dict(options)
+
+
+def check_bound(kind: str, name: str, option: str, value: Any) -> None:
+    """Refuse an option that would let a component take too much memory.
+
+    Raises:
+        UserError: the option is above its bound.
+    """
+    most = _MOST.get(f"{name.rpartition('/')[2]}.{option}", _MOST.get(option))
+    if most is not None and isinstance(value, int | float) and value > most:
+        raise UserError(f"{kind} {name!r}: {option} must be at most {most} on a service, got {value:g}")
 
 
 def _parts(name: str, value: Any) -> list[Any]:

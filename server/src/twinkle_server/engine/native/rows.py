@@ -31,7 +31,8 @@ def read_rows(
         encode: encodes a conversation.
         context: maximum number of tokens of a row.
         vocabulary: number of token ids.
-        row_labels: whether `labels` may be one number for a whole row, as losses of embeddings have them.
+        row_labels: whether `labels` may be one number for a whole row, or a list of one, as losses of embeddings have
+            them.
 
     Raises:
         UserError: there are no rows, or one is invalid.
@@ -45,17 +46,26 @@ def read_rows(
         if not isinstance(row, Mapping):
             raise UserError(f"{where} must be a mapping with input_ids or messages, got a {type(row).__name__}")
         if "input_ids" in row:
-            label = row.get("labels")
-            if row_labels and isinstance(label, int) and not isinstance(label, bool):
+            label = _row_label(row.get("labels")) if row_labels else None
+            if label is None:
+                encoded.append(_feature(where, row, context, vocabulary))
+            else:
                 rest = {name: value for name, value in row.items() if name != "labels"}
                 encoded.append({**_feature(where, rest, context, vocabulary), "labels": label})
-            else:
-                encoded.append(_feature(where, row, context, vocabulary))
         else:
             encoded += [_feature(where, part, context, vocabulary) for part in _encoded(where, row, encode)]
     if not encoded:
         raise UserError("inputs has no row that the template keeps; see its max_length and truncation_strategy")
     return encoded
+
+
+def _row_label(labels: Any) -> int | None:
+    """Return the one number that labels are, or None."""
+    if isinstance(labels, np.ndarray) and labels.shape == (1,) and labels.dtype.kind in "iu":
+        return int(labels[0])
+    if isinstance(labels, list) and len(labels) == 1:
+        labels = labels[0]
+    return labels if isinstance(labels, int) and not isinstance(labels, bool) else None
 
 
 def _encoded(where: str, row: Mapping[str, Any], encode: Encode) -> list[Mapping[str, Any]]:
