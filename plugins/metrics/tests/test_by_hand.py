@@ -65,6 +65,61 @@ def test_losses_are_sums_or_means_as_published() -> None:
     assert metric.calculate() == {"loss": 3.0, "grad_norm": 0.5}
 
 
+def test_flat_labels_are_tokens_as_published() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([0, 0, 0, 4]), 10).float()
+    labels = torch.tensor([0, 2, -100, 4])
+    accuracy = Accuracy()
+    for inputs in ({"labels": labels}, {"labels": labels.tolist()}):
+        accuracy.accumulate(inputs, {"logits": logits})  # type: ignore[arg-type]
+        close(accuracy.calculate(), {"accuracy": 2 / 3, "correct_tokens": 2, "total_tokens": 3})
+    policy = GRPOMetric()
+    for logps in (torch.tensor([-1.0, -2.0, -9.0, -3.0]), [-1.0, -2.0, -9.0, -3.0]):
+        policy.accumulate({"labels": labels}, {"logps": logps}, old_logps=[[-1.0, -2.0, -2.0]])  # type: ignore[typeddict-item]
+        assert policy.calculate()["train/mean_new_logp"] == -2.0
+
+
+def test_a_completion_mask_restricts_the_accuracy() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[0, 0, 0, 4]]), 10).float()
+    inputs: Any = {"labels": torch.tensor([[0, 2, -100, 4]]), "completion_mask": torch.tensor([[1, 0, 0, 0]])}
+    accuracy = Accuracy()
+    for given in (inputs, {name: value.bool() if name != "labels" else value for name, value in inputs.items()}):
+        accuracy.accumulate(given, {"logits": logits})
+        close(accuracy.calculate(), {"accuracy": 1.0, "correct_tokens": 1, "total_tokens": 1})
+    accuracy.accumulate({name: value.tolist() for name, value in inputs.items()}, {"logits": logits.tolist()})
+    close(accuracy.calculate(), {"accuracy": 1.0, "correct_tokens": 1, "total_tokens": 1})
+
+
+def test_sums_without_a_number_are_divided_by_the_trained_tokens() -> None:
+    metric, inputs = LossMetric(), {"labels": torch.tensor([[1, 2, -100]])}
+    metric.accumulate(inputs, {"loss": torch.tensor(6.0)}, loss_reduction="sum")  # type: ignore[typeddict-item]
+    assert metric.calculate() == {"loss": 3.0}
+    metric.accumulate(ROWS, {"loss": 6.0}, loss_reduction="sum")  # type: ignore[arg-type]
+    metric.accumulate(ROWS, {"loss": 4.0, "num_tokens": 1}, loss_reduction="sum")  # type: ignore[arg-type]
+    assert metric.calculate() == {"loss": 2.5}
+
+
+@pytest.mark.parametrize("kind", [LossMetric, GRPOMetric, DPOMetric, EmbeddingMetric, Accuracy])
+def test_passes_without_outputs_are_not_counted(kind: Any) -> None:
+    metric = kind(None, None)
+    for outputs in ({}, None):
+        metric.accumulate(BATCH, outputs)
+    assert metric.calculate() == {}
+
+
+def test_similarities_are_cosines_and_come_with_the_loss() -> None:
+    metric = EmbeddingMetric(None, None)
+    vectors = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 5.0], [1.0, 0.0]])
+    for name in ("embeddings", "logits"):
+        outputs: Any = {name: vectors, "loss": torch.tensor(2.5)}
+        metric.accumulate({"labels": torch.tensor([1, 0, 1, 0])}, outputs, grad_norm=0.5)
+        wanted = {"pos_sim": 0.3, "pos_sim_min": 0.0, "pos_sim_max": 0.6, "neg_sim": 0.9, "loss": 2.5, "grad_norm": 0.5}
+        found = metric.calculate()
+        assert found.keys() == wanted.keys()
+        assert all(math.isclose(found[key], wanted[key], abs_tol=1e-7) for key in wanted), found
+    with pytest.raises(DataError, match="2 labels and 4 embeddings"):
+        metric.accumulate({"labels": torch.tensor([1, 0])}, {"embeddings": vectors})
+
+
 def test_what_does_not_fit_is_named() -> None:
     metric = GRPOMetric()
     for inputs, outputs, text in (

@@ -25,20 +25,20 @@ def test_means_and_deviations_are_those_of_all_rows_of_uneven_calls() -> None:
         "train/brevity_reward_std": 0.0,
         "train/completion_length": 2.6,
         "train/completion_length_max": 7.0,
-        "profiling/generate_time": 3.5,
-        "profiling/weight_sync_time": 0.25,
+        "profiling/Time taken: generate": 1.75,
+        "profiling/Time taken: move_model_to_sampler": 0.25,
     }
     assert metric.calculate() == {}
 
 
 def test_over_ranks_rows_are_joined_and_the_slowest_rank_tells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     metric = CompletionRewardMetric()
-    other = {"rewards": {"accuracy": ACCURACY[2:]}, "lengths": [9.0], "times": {"generate_time": 4.0}}
+    other = {"rewards": {"accuracy": ACCURACY[2:]}, "lengths": [9.0], "times": {"generate_time": [5.0, 3.0]}}
     monkeypatch.setattr(metric, "gather_results", lambda results: [*results, other])
     metric.accumulate(rewards={"accuracy": ACCURACY[:2]}, completion_lengths=[1], generate_time=3.0)
     values = metric.calculate()
     assert values["train/accuracy_reward_std"] == pytest.approx(statistics.stdev(ACCURACY))
-    assert (values["train/completion_length"], values["profiling/generate_time"]) == (5.0, 4.0)
+    assert (values["train/completion_length"], values["profiling/Time taken: generate"]) == (5.0, 4.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1", True])

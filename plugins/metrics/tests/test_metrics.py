@@ -84,7 +84,7 @@ def groups(seed: int, sizes: list[int]) -> tuple[Any, Any]:
 
 def test_similarities_are_those_of_anchors_with_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     metric = EmbeddingMetric()
-    positives, negatives = [], []
+    positives, negatives, pairs = [], [], []
     for seed, sizes in ((0, [2, 4, 3]), (1, [2])):
         inputs, outputs = groups(seed, sizes)
         metric.accumulate(inputs, outputs)
@@ -94,12 +94,20 @@ def test_similarities_are_those_of_anchors_with_their_own_rows(monkeypatch: pyte
             cosines = [sum(a * b for a, b in zip(anchor, other, strict=True)) for other in others]
             positives.append(cosines[0])
             negatives += cosines[1:]
+            pairs.append((anchor, others[0]))
             start += size
+    far = [
+        sum(a * b for a, b in zip(anchor, other, strict=True))
+        for one, (anchor, _) in enumerate(pairs)
+        for two, (_, other) in enumerate(pairs)
+        if one != two
+    ]
     wanted = {
         "pos_sim": sum(positives) / len(positives),
         "pos_sim_min": min(positives),
         "pos_sim_max": max(positives),
-        "neg_sim": sum(negatives) / len(negatives),
+        "neg_sim": sum(far) / len(far),
+        "hard_neg_sim": sum(negatives) / len(negatives),
     }
     assert metric.calculate() == pytest.approx(wanted, abs=1e-6)
     assert metric.calculate() == {}
@@ -110,6 +118,8 @@ def test_similarities_without_negatives_and_of_other_tasks() -> None:
     metric.accumulate({"labels": torch.zeros(1, 2)}, {"logps": torch.zeros(1, 2)})
     assert metric.calculate() == {}
     metric.accumulate(*groups(0, [2, 2]))
+    assert set(metric.calculate()) == {"pos_sim", "pos_sim_min", "pos_sim_max", "neg_sim"}
+    metric.accumulate(*groups(0, [2]))
     assert set(metric.calculate()) == {"pos_sim", "pos_sim_min", "pos_sim_max"}
 
 
@@ -122,7 +132,7 @@ def test_train_numbers_are_of_the_steps_since_the_last_look() -> None:
     assert values["speed"] > 0
     metric.accumulate({}, {}, lr=[0.1, 0.2], step=4, gradient_accumulation_steps=2)
     values = metric.calculate()
-    assert values["learning rate(param group 1)"] == 0.2
+    assert values["learning rate(param group 2)"] == 0.2
     assert values["speed"] == 0
 
 

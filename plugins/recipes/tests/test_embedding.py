@@ -66,9 +66,10 @@ def texts(*rows: dict[str, Any], **keys: Any) -> dict[str, Any]:
 def test_groups_may_have_several_negatives_or_none(values: dict[str, Any]) -> None:
     two = texts({"anchor": "two", "positive": "2", "negative": ["1"]})
     folder, _ = run_recipe("embedding", {**values, "data": two, "batch_size": 2})
-    assert {"pos_sim", "neg_sim"} <= set(lines(folder)[0])
+    assert {"pos_sim", "neg_sim", "hard_neg_sim"} <= set(lines(folder)[0])
     folder, _ = run_recipe("embedding", {**values, "data": {**two, "negative_key": None}, "batch_size": 2})
-    assert "neg_sim" not in lines(folder)[0]
+    assert "neg_sim" in lines(folder)[0]
+    assert "hard_neg_sim" not in lines(folder)[0]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from twinkle_metrics.by_hand import as_batch
 class Accuracy(Metric):
     """Share of trained positions at which the most probable token is the target (teacher forcing).
 
-    Trained are positions whose label is neither -100 nor `ignore_index` and whose `loss_scale`, if the batch has one,
-    is not 0. Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions come from the loss head,
-    which sees each chunk's logits anyway; whole logits are never kept for it. Passes that predict no tokens
-    (embeddings, value heads), or have several targets a position, are not counted.
+    Trained are positions whose label is neither -100 nor `ignore_index`, and whose `loss_scale` and `completion_mask`,
+    if the batch has them, are not 0. Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions
+    come from the loss head, which sees each chunk's logits anyway; whole logits are never kept for it. Passes that
+    predict no tokens (embeddings, value heads), or have several targets a position, are not counted.
     """
 
     require_predictions = True
@@ -28,15 +28,17 @@ class Accuracy(Metric):
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`.
 
-        Without predictions, those of `outputs["logits"]` `[B, T, V]` are used.
+        Without predictions, those of `outputs["logits"]` `[B, T, V]` are used. A script may also pass flat labels
+        `[N]` with logits `[N, V]`.
 
         Raises:
             DataError: their shapes differ, as those of packed rows would whose outputs alone were unpacked.
         """
         inputs, outputs = as_batch(inputs, outputs)
         predictions = outputs.get("predictions")
-        if predictions is None and getattr(outputs.get("logits"), "ndim", 0) == 3:  # outputs that a script passes
-            predictions = outputs["logits"].argmax(-1)
+        logits = outputs.get("logits")  # of outputs that a script passes
+        if predictions is None and logits is not None and logits.ndim == inputs["labels"].ndim + 1:
+            predictions = logits.argmax(-1)
         if predictions is None or inputs["labels"].ndim == 3:
             return
         labels = inputs["labels"].to(predictions.device)
@@ -46,8 +48,9 @@ class Accuracy(Metric):
                 "unpack both or neither"
             )
         mask = (labels != self.ignore_index) & (labels != -100)
-        if (weights := inputs.get("loss_scale")) is not None:
-            mask &= weights.to(mask.device) != 0
+        for weights in (inputs.get("loss_scale"), inputs.get("completion_mask")):
+            if weights is not None:
+                mask &= weights.to(mask.device) != 0
         self._correct += int(((predictions == labels) & mask).sum())
         self._total += int(mask.sum())
 

@@ -9,7 +9,7 @@ from twinkle.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INPUTS = {"labels": -100, "loss_scale": 0.0, "attention_mask": 0}
+_INPUTS = {"labels": -100, "loss_scale": 0.0, "attention_mask": 0, "completion_mask": 0}
 """The keys of a batch that metrics read, and their padding."""
 _OUTPUTS = {"logps": 0.0, "entropies": 0.0, "predictions": -100, "embeddings": 0.0, "logits": 0.0}
 
@@ -20,19 +20,21 @@ def as_batch(inputs: Any, outputs: Any) -> tuple[InputBatch, ModelOutput]:
     Args:
         inputs: a collated batch (tensors, arrays or lists), one encoded row, or a list of rows. Rows are padded on the
             right.
-        outputs: outputs of a forward; an output may also be a list with one tensor `[T]`, `[1, T]` or list for each
-            row. Outputs that are wider than the rows, because other rows were longer, are cut.
+        outputs: outputs of a forward, None for none; an output may also be a list with one tensor `[T]`, `[1, T]` or
+            list for each row, and of a single row without the dimension of rows. Outputs that are wider than the rows,
+            because other rows were longer, are cut.
 
     Raises:
         DataError: inputs are neither rows nor a batch, or an output has not one entry for each row.
     """
     import torch
 
+    outputs = {} if outputs is None else outputs
     if isinstance(inputs, Mapping) and all(
         isinstance(value, torch.Tensor)
         for value in (inputs.get("labels"), *(outputs[name] for name in _OUTPUTS if outputs.get(name) is not None))
     ):
-        return cast(InputBatch, inputs), outputs
+        return _with_rows(inputs, outputs)
     rows = _rows(inputs)
     given = [name for name in _INPUTS if any(row.get(name) is not None for row in rows)]
     batch: dict[str, Any] = {name: _stack(name, [row.get(name) for row in rows], _INPUTS[name]) for name in given}
@@ -42,6 +44,16 @@ def as_batch(inputs: Any, outputs: Any) -> tuple[InputBatch, ModelOutput]:
         if outputs.get(name) is not None:
             found[name] = _output(name, outputs[name], len(rows), width if name != "embeddings" else None, fill)
     return cast(InputBatch, batch), cast(ModelOutput, found)
+
+
+def _with_rows(inputs: Any, outputs: Any) -> tuple[InputBatch, ModelOutput]:
+    """Return a batch with its dimension of rows: `[T]` labels with `[T]` log-probabilities are one row."""
+    logps = outputs.get("logps")
+    if inputs["labels"].ndim != 1 or logps is None or logps.ndim != 1:
+        return cast(InputBatch, inputs), outputs
+    found: Any = {name: value[None] if getattr(value, "ndim", 0) == 1 else value for name, value in inputs.items()}
+    rows: Any = {name: outputs[name][None] for name in _OUTPUTS if outputs.get(name) is not None}
+    return found, outputs | rows
 
 
 def _rows(inputs: Any) -> list[Mapping[str, Any]]:
@@ -78,10 +90,14 @@ def _output(name: str, value: Any, rows: int, width: int | None, fill: float) ->
     """Return an output as `[B, T, ...]`, as wide as the rows."""
     import torch
 
+    if not isinstance(value, torch.Tensor) and rows == 1 and not hasattr(value[0], "__len__"):
+        value = torch.as_tensor(value)
     if not isinstance(value, torch.Tensor):
         value = [torch.as_tensor(entry).detach() for entry in value]
         value = [entry[0] if entry.ndim > 1 and entry.shape[0] == 1 else entry for entry in value]
         value = torch.nn.utils.rnn.pad_sequence(value, batch_first=True, padding_value=fill)
+    if rows == 1 and value.ndim == (2 if name == "logits" else 1):
+        value = value[None]
     if len(value) != rows:
         raise DataError(f"outputs[{name!r}] has {len(value)} entries, and the inputs have {rows} rows; give one each")
     tensor: Tensor = value

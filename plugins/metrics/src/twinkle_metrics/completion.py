@@ -9,15 +9,18 @@ from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.metric import Metric
 
-_TIMES = ("generate_time", "weight_sync_time")
+_TIMES = {
+    "generate_time": "profiling/Time taken: generate",
+    "weight_sync_time": "profiling/Time taken: move_model_to_sampler",
+}
 
 
 class CompletionRewardMetric(Metric):
     """Rewards and lengths of sampled answers, over all rows of all calls and ranks since the last look.
 
     Keys: `train/{name}_reward` and `train/{name}_reward_std`, mean and sample standard deviation (0 of one row) of each
-    reward; `train/completion_length`, `train/completion_length_max`, in tokens; `profiling/generate_time` and
-    `profiling/weight_sync_time`, seconds summed over the calls, of the slowest rank. What was never given has no key.
+    reward; `train/completion_length`, `train/completion_length_max`, in tokens; `profiling/Time taken: generate` and
+    `profiling/Time taken: move_model_to_sampler`, seconds a call, of the slowest rank. What was never given has no key.
 
     The loop feeds it by hand: `metric.accumulate(rewards={"accuracy": [1.0, 0.0]}, completion_lengths=[12, 9])`.
     """
@@ -61,7 +64,7 @@ class CompletionRewardMetric(Metric):
         self._lengths.extend(lengths)
         for name, seconds in zip(_TIMES, (generate_time, weight_sync_time), strict=True):
             if seconds is not None:
-                self._times[name] = self._times.get(name, 0.0) + float(seconds)
+                self._times.setdefault(name, []).append(float(seconds))
 
     def calculate(self) -> Mapping[str, float]:
         """Return the numbers over all ranks; nothing if nothing was accumulated."""
@@ -74,16 +77,16 @@ class CompletionRewardMetric(Metric):
         if lengths := [length for part in parts for length in part["lengths"]]:
             values["train/completion_length"] = math.fsum(lengths) / len(lengths)
             values["train/completion_length_max"] = max(lengths)
-        for name in _TIMES:
+        for name, key in _TIMES.items():
             if seconds := [part["times"][name] for part in parts if name in part["times"]]:
-                values[f"profiling/{name}"] = max(seconds)
+                values[key] = max(math.fsum(calls) / len(calls) for calls in seconds)
         return values
 
     def reset(self) -> None:
         """Clear the accumulated values."""
         self._rewards: dict[str, list[float]] = {}
         self._lengths: list[float] = []
-        self._times: dict[str, float] = {}
+        self._times: dict[str, list[float]] = {}
 
 
 def _numbers(what: str, values: Any) -> list[float]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
+from twinkle_metrics.by_hand import as_batch
 
 
 class LossMetric(Metric):
@@ -22,16 +23,12 @@ class LossMetric(Metric):
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`.
 
-        Outputs without `loss_sum`, which a script passes, are read as published: `loss` is a sum over `num_tokens`, or
-        a mean if `num_tokens` is 0 or missing, or if `loss_reduction="mean"`; means count alike.
+        Outputs that a script passes are read as `loss_and_count` does; outputs without a loss are not counted.
         """
-        count = float(outputs.get("num_tokens") or 0.0)
-        if "loss_sum" in outputs:
-            self._loss_sum += float(outputs["loss_sum"])
-        else:
-            count = 1.0 if kwargs.get("loss_reduction") == "mean" else count or 1.0
-            self._loss_sum += float(outputs["loss"])
-        self._denominator += count
+        outputs = outputs or {}
+        if (loss := loss_and_count(inputs, outputs, kwargs)) is not None:
+            self._loss_sum += loss[0]
+            self._denominator += loss[1]
         for name, value in outputs.get("loss_metrics", {}).items():
             self._extra[name] = self._extra.get(name, 0.0) + value
         if (norm := kwargs.get("grad_norm")) is not None:
@@ -55,3 +52,27 @@ class LossMetric(Metric):
         self._denominator = 0.0
         self._grad_norm = None
         self._extra: dict[str, float] = {}
+
+
+def loss_and_count(inputs: Any, outputs: ModelOutput, given: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the sum of a loss and the number that divides it; None if the outputs have no loss.
+
+    With `loss_sum`, which models give, the number is `num_tokens`. Otherwise the outputs are read as published: `loss`
+    is a sum over `num_tokens`; or a mean, which counts 1, if `num_tokens` is 0 or missing, or if `given` has
+    `loss_reduction="mean"`. With `loss_reduction="sum"` and without `num_tokens`, it is a sum over the trained labels.
+
+    Args:
+        inputs: as `Metric.accumulate` takes them; their labels are counted.
+        outputs: likewise.
+        given: the further arguments of `accumulate`.
+    """
+    total, tokens = outputs.get("loss_sum"), outputs.get("num_tokens")
+    if total is not None:
+        return float(total), float(tokens or 0.0)
+    if (loss := outputs.get("loss")) is None:
+        return None
+    if given.get("loss_reduction") == "mean":
+        return float(loss), 1.0
+    if tokens is None and given.get("loss_reduction") == "sum":
+        tokens = int((as_batch(inputs, {})[0]["labels"] != -100).sum())
+    return float(loss), float(tokens or 1.0)

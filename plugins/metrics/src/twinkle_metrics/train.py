@@ -11,8 +11,8 @@ from twinkle.metric import Metric
 class TrainMetric(Metric):
     """The learning rate that the last step used, the number of updates, seconds, and updates a second.
 
-    Keys: `learning rate` (`learning rate(param group i)` when groups differ), `iters`, `total time elapse` in seconds
-    since the metric was made, `speed` in updates a second since the last look.
+    Keys: `learning rate` (`learning rate(param group i)`, from 1, when groups differ), `iters`, `total time elapse` in
+    seconds since the metric was made, `speed` in updates a second since the last look.
     """
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
@@ -39,7 +39,7 @@ class TrainMetric(Metric):
         if len(set(self._rates)) == 1:
             values["learning rate"] = self._rates[0]
         else:
-            values |= {f"learning rate(param group {i})": rate for i, rate in enumerate(self._rates)}
+            values |= {f"learning rate(param group {i})": rate for i, rate in enumerate(self._rates, 1)}
         values["iters"] = self._iterations
         values["total time elapse"] = now - self._born
         values["speed"] = (self._iterations - self._seen_iterations) / max(now - self._seen_at, 1e-9)

@@ -20,6 +20,7 @@ COLUMNS = {
     "eval/loss": "eval loss",
     "pos_sim": "near",
     "neg_sim": "far",
+    "hard_neg_sim": "hard",
     "eval/retrieval_accuracy": "found",
     "learning_rate": "lr",
     "grad_norm": "grad norm",
@@ -28,7 +29,7 @@ COLUMNS = {
 CURVES = {
     "loss.png": Curve({"loss": "training"}, "loss (nats per anchor)", LOSS.points, from_zero=True),
     "similarity.png": Curve(
-        {"pos_sim": "to the positive", "neg_sim": "to the negatives"},
+        {"pos_sim": "to the positive", "neg_sim": "to other positives", "hard_neg_sim": "to its negatives"},
         "cosine of the anchor",
         {"eval/retrieval_accuracy": "found among held-out texts (share)"},
     ),
