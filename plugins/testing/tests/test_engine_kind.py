@@ -273,7 +273,7 @@ ENGINES: dict[str, Broken] = {
     "greedy": broken(submitting(lambda params: {**params, "temperature": params.get("temperature") or 0.7})),
     "probabilities": broken(without("top_k", lambda value: True)),
     "lengths": broken(
-        submitting(lambda params: {**params, "stop": [s for s in params.get("stop", []) if type(s) is str]})
+        submitting(lambda params: {**params, "stop": [s for s in params.get("stop") or [] if type(s) is str]})
     ),
     "seeds": broken(submitting(lambda params: {**params, "seed": _first(params.get("seed"))})),
     "progress": broken(requests(progress=lambda self, sample=0, start=0: type(self).progress(self, sample, 0))),

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from twinkle.testing import tiny_model
 from twinkle_server.application import create_application
 from twinkle_server.cli.server import main as server
+from twinkle_server.settings import Settings
 from twinkle_server.telemetry import logs
 from twinkle_server.telemetry.health import INSIDE
 from twinkle_server.tenancy.keys import new_key
@@ -248,7 +249,7 @@ def test_nothing_is_in_what_can_be_read_of_it(worked: Worked) -> None:
 
 
 @pytest.mark.full
-def test_a_failure_that_nobody_foresaw_is_logged_without_it() -> None:
+def test_a_failure_that_nobody_foresaw_is_logged_without_it(tmp_path: Path) -> None:
     router, key = APIRouter(), new_key()
 
     @router.post("/broken")
@@ -267,7 +268,7 @@ def test_a_failure_that_nobody_foresaw_is_logged_without_it() -> None:
     logs.configure("DEBUG", stream)
     scope = {"type": "http", "method": "POST", "path": "/broken", "query_string": f"key={key}".encode()}
     scope["headers"] = [(b"x-api-key", key.encode()), (b"authorization", f"Bearer {key}".encode())]
-    application = create_application(None, None, None, router=router)  # type: ignore[arg-type]
+    application = create_application(None, None, Settings("model", tmp_path), router=router)  # type: ignore[arg-type]
     asyncio.run(application(scope, receive, send))
     assert sent[0]["status"] == 500
     assert b"ZeroDivision" not in sent[1]["body"]

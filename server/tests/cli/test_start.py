@@ -38,7 +38,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_sentence_and_no_key_is_los
     for weights in model.glob("*.safetensors"):
         weights.unlink()
     done = served(model, tmp_path / "data")
-    assert (done.returncode, done.stdout) == (2, f"Loading {model} ...\n")
+    assert (done.returncode, done.stdout) == (2, f"Loading {model.name} ...\n")
     *log, last = done.stderr.splitlines()
     assert last.startswith(f"Error: the engine cannot start: {model} has a config.json but no weights")
     assert [line for line in log if "Traceback" in line or "SIGKILL" in line] == []

@@ -261,12 +261,18 @@ def logit_bias(case: EngineCase) -> None:
 
 
 def penalties(case: EngineCase) -> None:
-    """`presence_penalty` and `frequency_penalty` lower logits of sampled tokens; absent they are `Unsupported`."""
+    """`presence_penalty` and `frequency_penalty` lower logits of sampled tokens, or raise them if they are negative.
+
+    Absent they are `Unsupported`.
+    """
     _needs_feature(case, "penalties", {"presence_penalty": 1.0}, {"frequency_penalty": 1.0})
     for name in ("presence_penalty", "frequency_penalty"):
         penalty: dict[str, Any] = {name: 1e4}
         (drawn,) = case.tokens(temperature=0, max_tokens=6, **penalty)
         require(len(set(drawn)) == 6, f"with {name}=1e4 it drew {drawn}, which has a token twice")
+        penalty = {name: -1e4}
+        (drawn,) = case.tokens(temperature=0, max_tokens=6, **penalty)
+        require(len(set(drawn)) == 1, f"with {name}=-1e4 it drew {drawn}, which is not one token again and again")
     (first,), (repeated,) = (case.tokens(temperature=0, max_tokens=1, presence_penalty=value) for value in (0.0, 1e4))
     require(first == repeated, "presence_penalty changed the first token, although nothing had been sampled")
 
