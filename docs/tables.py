@@ -371,9 +371,8 @@ def limits() -> str:
     from twinkle_server.store.figures import MOST
     from twinkle_server.tenancy import quotas
 
-    values = {
-        name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in asdict(Limits()).items()
-    }
+    amounts = {name: value for name, value in asdict(Limits()).items() if value is not None}
+    values = {name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in amounts.items()}
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
     values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
     values |= {"recipients": str(MAX_RECIPIENTS), "points": f"{MOST:,}"}

@@ -81,7 +81,9 @@ def assemble(
     meter = Meter(service.queued)
     renderer = Renderer(settings.model, settings.template)
     service.on_close.append(renderer.close)
-    application = create_application(Limited(service, meter), store, settings, links, renderer=renderer)
+    application = create_application(
+        Limited(service, meter, settings.limits.adapters), store, settings, links, renderer=renderer
+    )
     add_routes(application.router, download_routes(links))
     merges = MergeJobs(settings.data, Path(settings.model), store.database, store.checkpoints)
     add_routes(application.router, merge_routes(merges))

@@ -261,7 +261,7 @@ def open_traces(settings: Settings) -> "Traces | None":
     except ImportError as error:
         raise RequirementMissing(
             f"cannot send traces: {error}; install them with `pip install 'twinkle-server[otel]'`, or remove "
-            "--otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
+            "--otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT (telemetry.enabled in a published configuration)"
         ) from error
 
 

@@ -41,6 +41,7 @@ class Limits:
         request_tokens: tokens of all rows of one forward-backward request.
         samples: sequences of one sampling request.
         queued: pending operations of one tenant.
+        adapters: models of one tenant, for keys without a quota of their own; None does not limit them.
         small_bytes: payloads and results up to this size (a pass of 64,000 tokens, for example) are stored in the
             database. Larger ones are files, which keep the database small and take longer.
         loss_bytes: memory that the loss of a plugin may allocate in its worker process.
@@ -54,6 +55,7 @@ class Limits:
     request_tokens: Count = 4 * 2**20
     samples: Count = 512
     queued: Count = 4096
+    adapters: Count | None = None
     small_bytes: Count = 2**20
     loss_bytes: Count = 2**30
     graph_seconds: Seconds = 5.0

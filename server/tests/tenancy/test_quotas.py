@@ -1,6 +1,7 @@
 """Quotas slow down or refuse in words what comes next, and never touch what was accepted."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,11 @@ def test_adapters_and_bytes_are_bounded_by_what_is_there(tmp_path: Path) -> None
             await check("save")
         for kind in ("load", "sample", "optim_step"):
             await check(kind)
+        for quotas, adapters in (({}, 2), ({"bytes": 1000}, 1)):
+            create = partial(check_quotas, caller=Caller("a", "k", quotas=quotas), kind="create", now=50.0)
+            with pytest.raises(Forbidden, match=rf"2 adapters .limit of this service: {adapters}."):
+                await store.database.read(partial(create, adapters=adapters))
+            await store.database.read(partial(create, adapters=3))
 
     store = open_store(tmp_path / "data")
     try:
@@ -178,6 +184,30 @@ def test_a_number_for_which_others_wait_is_let_in_beyond_the_limit() -> None:
     asyncio.run(story())
 
 
+def test_the_service_limits_the_adapters_of_keys_without_a_quota(tmp_path: Path) -> None:
+    async def story(store: Store) -> None:
+        await store.sessions.create(Session("s", "a", 0.0, 0.0))
+
+        class Writing(Service):
+            async def submit(self, submission: Submission, in_transaction=None) -> Accepted:
+                await store.database.read(lambda connection: in_transaction and in_transaction(connection))
+                await store.database.write(lambda connection: add_model(connection, model(submission.number)))
+                return Accepted("r", True)
+
+        limited = Limited(Writing(), World().meter, adapters=2)
+        CURRENT.set(Caller("a", "k"))
+        for number in (1, 2):
+            await limited.submit(Submission("a", "m", "create", b"", number))
+        with pytest.raises(Forbidden, match=r"2 adapters .limit of this service: 2."):
+            await limited.submit(Submission("a", "m", "create", b"", 3))
+
+    store = open_store(tmp_path / "data")
+    try:
+        asyncio.run(story(store))
+    finally:
+        store.close()
+
+
 def test_only_what_is_new_is_charged_or_refused() -> None:
     async def story() -> list[int | None]:
         world, service = World(), Service()
@@ -222,7 +252,7 @@ def test_requests_that_cannot_be_done_are_bounded_like_others() -> None:
 
 
 def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
-    def full(connection: object, caller: Caller, kind: str, now: float) -> None:
+    def full(connection: object, caller: Caller, kind: str, now: float, adapters: int | None) -> None:
         raise Forbidden("no room")
 
     monkeypatch.setattr("twinkle_server.tenancy.quotas.check_quotas", full)

@@ -4,12 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 from twinkle.errors import ConfigError
 from twinkle_server.data.rules import bare
 from twinkle_server.launch.config import (
     DeviceGroup,
     DeviceMesh,
+    HttpOptions,
     ModelApplication,
     ModelArgs,
     ProcessorApplication,
@@ -18,13 +20,18 @@ from twinkle_server.launch.config import (
     ServerApplication,
     ServerConfig,
     TaskQueue,
+    Telemetry,
 )
+from twinkle_server.launch.verdicts import notes_of
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.tenancy.auth import is_loopback
 
 A = TypeVar("A")
 _LOCALHOST: Final = "127.0.0.1"
 _MODEL_ROUTE: Final = "/model/"
+_ROUTE: Final = "/api/v1"
+_GRPC, _HTTP = 4317, 4318
+"""Ports on which collectors of OpenTelemetry listen by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,8 @@ def map_config(config: ServerConfig, data: Path) -> Mapped:
     model = _model(config)
     notes: list[str] = []
     _check_devices(config)
-    http = server.args.http_options or config.http_options
+    http = _http(config, server)
+    _check_route(server)
     host = _LOCALHOST if http.host == "localhost" else http.host
     settings = Settings(
         model=model.args.model_id,
@@ -63,13 +71,14 @@ def map_config(config: ServerConfig, data: Path) -> Mapped:
         host=host,
         port=http.port,
         auth=not is_loopback(host),
-        limits=_limits(model.args.queue_config, notes),
+        limits=_limits(server, model.args.queue_config, notes),
         times=_times(model.args, notes),
+        otlp_endpoint=_collector(config.telemetry, notes),
     )
     if not any(isinstance(application, ProcessorApplication) for application in config.applications):
         settings = replace(settings, datasets=replace(settings.datasets, resources=0))
         notes.append("there is no application `processor`, so requests cannot create data sets on the service")
-    return Mapped(settings, (*notes, *_notes(config, model, settings)))
+    return Mapped(settings, (*notes, *_notes(config, settings)))
 
 
 def _only(config: ServerConfig, kind: type[A], name: str) -> A:
@@ -108,6 +117,47 @@ def _name(model: ModelApplication, server: ServerApplication) -> str:
     return name
 
 
+def _http(config: ServerConfig, server: ServerApplication) -> HttpOptions:
+    own, general = server.args.http_options, config.http_options
+    if own is not None and "http_options" in config.model_fields_set and own != general:
+        raise ConfigError(
+            f"http_options is {general.host}:{general.port}, and {own.host}:{own.port} in application {server.name!r}; "
+            "a service listens at one address: leave one of them out"
+        )
+    return own or general
+
+
+def _check_route(server: ServerApplication) -> None:
+    for route in (server.route_prefix, server.args.route_prefix):
+        if route is not None and route.rstrip("/") not in ("", _ROUTE):
+            raise ConfigError(
+                f"application {server.name!r}: route_prefix {route!r} is not available: the service has the routes "
+                f"{_ROUTE}, /twinkle and /v1; use {_ROUTE}, or a proxy in front of `twinkle serve --root-path`"
+            )
+
+
+def _collector(telemetry: Telemetry, notes: list[str]) -> str | None:
+    """Return the URL of the collector for traces; the published service uses gRPC, this one HTTP."""
+    if not telemetry.enabled:
+        return None
+    url = urlsplit(telemetry.otlp_endpoint)
+    try:
+        port = url.port
+    except ValueError:
+        port = None
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigError(f"telemetry.otlp_endpoint must be a URL such as http://localhost:4318, got {url.geturl()!r}")
+    if port != _GRPC:
+        notes.append("telemetry.otlp_endpoint gets traces by OTLP over HTTP, not gRPC; metrics are read from /metrics")
+        return telemetry.otlp_endpoint
+    host, _, _ = url.netloc.rpartition(":")
+    notes.append(
+        f"telemetry.otlp_endpoint has the port {_GRPC} for gRPC; traces are sent by OTLP over HTTP to port {_HTTP} of "
+        "the same host, and metrics are read from /metrics"
+    )
+    return url._replace(netloc=f"{host}:{_HTTP}").geturl()
+
+
 def _check_devices(config: ServerConfig) -> None:
     """Refuse what needs several devices, and engines that this service does not have."""
     for application in config.applications:
@@ -131,8 +181,14 @@ _ONE_DEVICE: Final = "this service trains and samples on one device; use 1, and 
 def _check_group(where: str, group: DeviceGroup | None, mesh: DeviceMesh | None) -> None:
     if group is not None:
         ranks = group.ranks if isinstance(group.ranks, int) else len(group.ranks)
+        if group.ranks not in (0, 1, [0]) and ranks <= 1:
+            raise ConfigError(
+                f"{where}: device_group.ranks is {group.ranks}; use ranks: 1, and choose the device with "
+                "CUDA_VISIBLE_DEVICES"
+            )
         if ranks > 1 or group.gpus_per_worker > 1:
-            raise ConfigError(f"{where}: device_group has several ranks or devices; {_ONE_DEVICE}")
+            sizes = f"ranks {group.ranks} and gpus_per_worker {group.gpus_per_worker}"
+            raise ConfigError(f"{where}: device_group has {sizes}; {_ONE_DEVICE}")
     if mesh is not None and mesh.sizes:
         raise ConfigError(f"{where}: device_mesh has {mesh.sizes}; {_ONE_DEVICE}")
 
@@ -144,20 +200,23 @@ def _data(config: ServerConfig, data: Path, notes: list[str]) -> Path:
             "persistence.mode 'redis' is not available: the service stores its state in SQLite in its own folder; use "
             "mode: file with file_path, or leave persistence out"
         )
-    if persistence.key_prefix:
-        notes.append("persistence.key_prefix has no effect, because each service has its own folder")
+    folder = (Path(persistence.file_path).parent if persistence.file_path else data).expanduser().absolute()
     if persistence.mode == "memory":
-        notes.append(f"state is kept in the folder {data}, and survives a restart (persistence.mode is 'memory')")
-    return (Path(persistence.file_path).parent if persistence.file_path else data).expanduser().absolute()
+        notes.append(f"state is kept in the folder {folder}, and survives a restart (persistence.mode is 'memory')")
+    return folder
 
 
-def _limits(queue: TaskQueue | None, notes: list[str]) -> Limits:
+def _limits(server: ServerApplication, queue: TaskQueue | None, notes: list[str]) -> Limits:
+    limits = Limits(adapters=server.args.server_config.per_token_model_limit)
     if queue is None or "max_input_tokens" not in queue.model_fields_set:
-        return Limits()
+        return limits
     if queue.max_input_tokens < 1:
         raise ConfigError(f"queue_config.max_input_tokens must be at least 1, got {queue.max_input_tokens}")
+    if not queue.enabled:
+        notes.append("queue_config.max_input_tokens has no effect: queue_config.enabled is false")
+        return limits
     notes.append("queue_config.max_input_tokens limits the tokens of one request; a row is never split")
-    return Limits(request_tokens=queue.max_input_tokens)
+    return replace(limits, request_tokens=queue.max_input_tokens)
 
 
 def _times(args: ModelArgs, notes: list[str]) -> Times:
@@ -167,33 +226,24 @@ def _times(args: ModelArgs, notes: list[str]) -> Times:
         times = replace(times, session=max(10.0, adapters.adapter_timeout))
         if adapters.adapter_timeout < 10:
             notes.append("adapter_timeout is at least 10 s, the interval of heartbeats")
-        if "adapter_max_lifetime" in adapters.model_fields_set:
-            notes.append("adapter_max_lifetime has no effect: an adapter lives as long as its session")
-    if queue is not None and "execution_timeout" in queue.model_fields_set and queue.execution_timeout > 0:
-        times = replace(times, deadline=max(30.0, queue.execution_timeout))
+    if queue is not None and "execution_timeout" in queue.model_fields_set:
+        if queue.execution_timeout > 0:
+            times = replace(times, deadline=max(30.0, queue.execution_timeout))
+        if queue.execution_timeout < 30:
+            notes.append(
+                f"queue_config.execution_timeout is {queue.execution_timeout:g}: the time limit of a pass is "
+                f"{times.deadline:g} s, because a service without one cannot recover from a device that hangs"
+            )
     return times
 
 
-def _notes(config: ServerConfig, model: ModelApplication, settings: Settings) -> Iterable[str]:
+def _notes(config: ServerConfig, settings: Settings) -> Iterable[str]:
     """Yield what the service does in another way than the configuration says."""
     if settings.auth:
         yield "clients need keys, since other machines can reach the service: twinkle server keys create NAME"
-    if config.ray_namespace or config.proxy_location:
-        yield "ray_namespace and proxy_location have no effect: the service does not use Ray"
-    if config.telemetry.enabled:
-        yield "telemetry is not exported by this configuration; the service offers /metrics for Prometheus"
-    if config.task_queue is not None:
-        yield "task_queue has no effect; set limits of keys with: twinkle server keys set"
-    if "max_loras" in model.args.model_fields_set:
-        yield "max_loras has no effect: the number of adapters is bounded by memory, and idle ones are paged out"
-    if model.args.max_length is not None:
-        yield "max_length has no effect: rows may be as long as the context of the model"
     for application in config.applications:
-        args = application.args
-        if isinstance(args, SamplerArgs) and (args.engine_args or args.sampler_type == "vllm"):
-            yield f"application {application.name!r}: sampling uses the service's own engine, not vLLM and engine_args"
-        queue = getattr(args, "queue_config", None)
-        if queue is not None and queue.model_fields_set & {"rps_limit", "tps_limit", "queue_timeout", "window_seconds"}:
-            yield f"application {application.name!r}: rates are limits of keys: twinkle server keys set NAME --quota"
-        if application.deployments:
-            yield f"application {application.name!r}: deployments have no effect: the service is one process tree"
+        if isinstance(application, SamplerApplication) and application.args.sampler_type == "vllm":
+            yield f"application {application.name!r}: sampling uses the service's own engine, not vLLM"
+        elif isinstance(application, ModelApplication) and _MODEL_ROUTE not in application.route_prefix:
+            yield f"application {application.name!r}: route_prefix has no /model/NAME, so the name is {settings.name!r}"
+    yield from notes_of(config)

@@ -76,7 +76,8 @@ async def capacity_info(request: Request) -> Response:
     def count(connection: Any) -> int:
         return count_adapters(connection, caller.tenant)
 
-    used, most = await state.store.database.read(count), caller.quotas.get("adapters")
+    used = await state.store.database.read(count)
+    most = caller.quotas.get("adapters", state.settings.limits.adapters)
     limit = None if most is None else int(most)
     free = None if limit is None else max(0, limit - used)
     return model_response(types.CapacityInfoResponse(max_loras=limit, used_loras=used, free_loras=free))

@@ -171,7 +171,7 @@ class Meter:
         return bucket
 
 
-def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
+def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float, adapters: int | None = None) -> None:
     """Check the size quotas of a key for a new operation, in the transaction that writes it.
 
     Args:
@@ -179,13 +179,15 @@ def check_quotas(connection: Connection, caller: Caller, kind: Kind, now: float)
         caller: the caller.
         kind: of the operation.
         now: UTC seconds.
+        adapters: limit of the service for keys without a quota of adapters; None is no limit.
 
     Raises:
         Forbidden: a quota is exceeded.
     """
     quotas = Quotas.read(caller.quotas)
-    if kind == "create" and quotas.adapters is not None:
-        _check(count_adapters(connection, caller.tenant), quotas.adapters, "adapters", "finish a session first")
+    most, whose = (adapters, "service") if quotas.adapters is None else (quotas.adapters, "key")
+    if kind == "create" and most is not None:
+        _check(count_adapters(connection, caller.tenant), most, "adapters", "finish a session first", whose)
     if kind == "save" and quotas.bytes is not None:
         stored = checkpoints.c.deleted.is_(None) & or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now)
         total = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
@@ -201,9 +203,9 @@ def count_adapters(connection: Connection, tenant: str) -> int:
     return count
 
 
-def _check(used: int, limit: int, what: str, remedy: str) -> None:
+def _check(used: int, limit: int, what: str, remedy: str, whose: str = "key") -> None:
     if used >= limit:
-        raise Forbidden(f"quota exceeded: you have {used} {what} (limit of this key: {limit}); {remedy}")
+        raise Forbidden(f"quota exceeded: you have {used} {what} (limit of this {whose}: {limit}); {remedy}")
 
 
 InTransaction = Callable[[Any], None]
@@ -217,10 +219,12 @@ class Limited:
     Args:
         service: the service.
         meter: enforces rate quotas.
+        adapters: maximum number of models of a tenant whose key has no quota of them; None is no limit.
     """
 
-    def __init__(self, service: Service, meter: Meter) -> None:
+    def __init__(self, service: Service, meter: Meter, adapters: int | None = None) -> None:
         self._service = service
+        self._adapters = adapters
         self._meter = meter
         self.wait = service.wait
         self.cancel = service.cancel
@@ -271,7 +275,8 @@ class Limited:
         if submission.refusal is not None:
             return await self._refused(submission)
         caller = CURRENT.get()
-        if caller is None or not caller.quotas or submission.kind == "unload":
+        limited = submission.kind == "create" and self._adapters is not None
+        if caller is None or not (caller.quotas or limited) or submission.kind == "unload":
             return await self._service.submit(submission, in_transaction)
         try:
             accepted = await self._service.submit(submission, self._guarded(caller, submission, in_transaction))
@@ -299,7 +304,7 @@ class Limited:
         def guarded(connection: Any) -> None:
             if verdict is not None:
                 raise verdict
-            check_quotas(connection, caller, submission.kind, time.time())
+            check_quotas(connection, caller, submission.kind, time.time(), self._adapters)
             if in_transaction is not None:
                 in_transaction(connection)
 
