@@ -166,13 +166,15 @@ rows.encode(batched=True)
 batches = DataLoader(dataset=rows, batch_size=4)
 
 tuned = MultiLoraTransformersModel(model_id=MODEL)
-tuned.add_adapter_to_model("default", LoraConfig(target_modules="all-linear"), gradient_accumulation_steps=2)
+tuned.add_adapter_to_model(
+    "default", LoraConfig(target_modules="all-linear"), gradient_accumulation_steps=2, save_dir="outputs/sft"
+)
 tuned.set_template("Qwen3_5Template")
 tuned.set_processor("InputProcessor", padding_side="right")
 tuned.set_loss("CrossEntropyLoss")
 tuned.set_optimizer("AdamW", lr=1e-2)
 tuned.set_lr_scheduler("LinearLR")
-print(tuned.get_train_configs())
+print(tuned.get_train_configs().model_dump())
 for epoch in range(3):
     for number, batch in enumerate(batches):
         answer = tuned.forward_backward(inputs=batch)

@@ -32,6 +32,7 @@ class SelfCognitionProcessor(Preprocessor):
     """
 
     def __init__(self, model_name: Name = None, model_author: Name = None) -> None:
+        self.model_name, self.model_author = model_name, model_author
         self._names = {"NAME": _pair("model_name", model_name), "AUTHOR": _pair("model_author", model_author)}
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

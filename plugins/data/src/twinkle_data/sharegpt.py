@@ -45,7 +45,9 @@ class ShareGPTProcessor(Preprocessor):
     """
 
     def __init__(self, conversations_key: str | None = None, system: str | None = None) -> None:
-        self.key = None if conversations_key is None else key_text(conversations_key, "conversations_key", _OWNER)
+        self.conversations_key = (
+            None if conversations_key is None else key_text(conversations_key, "conversations_key", _OWNER)
+        )
         self.system = system_text(system, _OWNER)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
@@ -54,7 +56,9 @@ class ShareGPTProcessor(Preprocessor):
         Raises:
             DataError: there is no column of conversations, or a turn has another form; names row and turn.
         """
-        key = self.key or next((name for name in ("conversations", "conversation", "messages") if name in rows), None)
+        key = self.conversations_key or next(
+            (name for name in ("conversations", "conversation", "messages") if name in rows), None
+        )
         complete = rows_with(rows, (key or "conversations",), _OWNER)
         columns = {"messages": [self._messages(row, key or "", number) for number, row in enumerate(complete)]}
         if "tools" in rows:

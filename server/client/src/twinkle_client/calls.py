@@ -69,14 +69,22 @@ def twins(
     """Return the two public forms of a method that is written as a call.
 
     `save, save_async = twins(_save)` in the body of a class gives a method `save` and a coroutine method `save_async`
-    with the signature and the docstring of `_save`.
+    with the signature and the docstring of `_save`. A call that does not fit the signature is an `ArgumentError`.
     """
 
     def wait(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.run(method(self, *args, **kwargs))
+        try:
+            call = method(self, *args, **kwargs)  # a generator, whose body has not begun
+        except TypeError as error:
+            raise _explained(wait, error, (self, *args), kwargs) from error
+        return self.run(call)
 
     async def wait_async(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.run_async(method(self, *args, **kwargs))
+        try:
+            call = method(self, *args, **kwargs)
+        except TypeError as error:
+            raise _explained(wait_async, error, (self, *args), kwargs) from error
+        return await self.run_async(call)
 
     name = method.__name__.lstrip("_")
     forms: list[tuple[Any, str]] = [(wait, name), (wait_async, f"{name}_async")]
@@ -85,3 +93,14 @@ def twins(
         form.__qualname__ = method.__qualname__.removesuffix(method.__name__) + own
         form.__signature__ = inspect.signature(method).replace(return_annotation=inspect.Signature.empty)
     return forms[0][0], forms[1][0]
+
+
+def _explained(form: Callable[..., Any], error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
+    """Return the error of a call that does not fit the signature of a method, as a local method raises it."""
+    from twinkle_registry import ArgumentError, check_keywords
+
+    try:
+        check_keywords(form, kwargs, what=form.__qualname__, args=args)
+    except ArgumentError as explained:
+        return explained
+    return error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import twinkle.errors
 from twinkle.errors import ArgumentError, ComponentTypeError
-from twinkle_client import wire
+from twinkle_client import naming, wire
 from twinkle_client.calls import Call
 from twinkle_client.client import current_client
 from twinkle_client.data_rows import meta_fields, with_bytes, without_bytes
@@ -25,6 +25,8 @@ T = TypeVar("T")
 TIMEOUT: Final = 600.0
 """Seconds that the answer of a call may take; the service has its own limit."""
 _POLL: Final = 0.005
+_BY_VALUE: Final = ("preprocessor", "filter", "processor")
+"""Kinds whose objects are sent by the name of their class and their arguments."""
 
 
 class Client(Protocol):
@@ -269,7 +271,7 @@ def sendable(value: Any) -> Any:
     """Return an argument in the form of requests.
 
     Raises:
-        ArgumentError: it is code, or an object that lives in this process.
+        ArgumentError: it is code, or an object that the service cannot build.
     """
     from twinkle.dataset.meta import DatasetMeta
 
@@ -282,7 +284,10 @@ def sendable(value: Any) -> Any:
     if isinstance(value, slice):
         return {"$slice": [value.start, value.stop, value.step]}
     if isinstance(value, type):
-        return _component_name(value)
+        return naming.name_of_class(value)[1]
+    if naming.is_component(value, _BY_VALUE):
+        named = naming.named_object(value, _BY_VALUE)
+        return {"$component": {"kind": named.kind, "name": named.name, "arguments": _keywords(named.arguments)}}
     if callable(value):
         raise ArgumentError(
             f"{value!r} cannot run on the service; give the name of an installed component, or transform the rows here "
@@ -297,23 +302,6 @@ def sendable(value: Any) -> Any:
 
 def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sendable(value) for name, value in given.items()}
-
-
-def _component_name(given: type) -> str:
-    """Return the name of a component from its class."""
-    from twinkle import registry
-    from twinkle.kinds import KINDS
-
-    reference = f"{given.__module__}:{given.__qualname__}"
-    for kind in KINDS:
-        for specs in registry().specs(kind).values():
-            for spec in specs:
-                if spec.ref == reference:
-                    return spec.name
-    raise ArgumentError(
-        f"{given.__qualname__} is not a component that a plugin offers, so the service cannot have it; give the name "
-        "of one, or transform the rows here and send them: Dataset(DatasetMeta(data=rows))"
-    )
 
 
 def _local_error(error: TwinkleClientError) -> Exception:

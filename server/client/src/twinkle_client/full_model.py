@@ -6,6 +6,7 @@ from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient
 from twinkle_client.model import MultiLoraTransformersModel, _Adapter
+from twinkle_registry import check_keywords
 
 
 class TransformersModel(MultiLoraTransformersModel):
@@ -36,6 +37,9 @@ class TransformersModel(MultiLoraTransformersModel):
             raise TrainingStateError(
                 f"cannot add adapter {adapter_name!r}: all parameters are being trained; call unload() first"
             )
+        check_keywords(
+            super().add_adapter_to_model, kwargs, what="TransformersModel.add_adapter_to_model", partial=True
+        )
         yield from super()._add_adapter_to_model(adapter_name, config, **kwargs)
 
     add_adapter_to_model, add_adapter_to_model_async = twins(_add_adapter_to_model)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from twinkle.errors import HubError
+from twinkle.errors import ArgumentError, HubError
 from twinkle_client.calls import Call, Sleep
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def upload(
     async_upload: bool = True,
     poll_interval: float = 5.0,
     *,
+    wait: bool = True,
     private: bool = True,
     revision: str | None = None,
     path_in_repo: str = "",
@@ -29,7 +30,7 @@ def upload(
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Call[dict[str, Any]]:
-    """Upload a checkpoint of the service to a hub.
+    """Upload a checkpoint of the service to a hub, and wait until the upload has ended.
 
     Args:
         connection: to the service.
@@ -37,8 +38,10 @@ def upload(
         hub_model_id: `hf://owner/name`, `ms://owner/name`, or `owner/name` of the service's default hub.
         hub_token: a token of yours at the hub; by default that of `HF_TOKEN` or `MODELSCOPE_API_TOKEN`. The service
             neither stores nor logs it.
-        async_upload: return as soon as the upload has begun; otherwise wait until it has ended.
+        async_upload: as published, whether the service uploads in the background. It always does, and the client asks
+            for the state in both cases, so that a failed upload is an error.
         poll_interval: seconds between two questions for its state, while waiting.
+        wait: wait until the upload has ended; otherwise return as soon as it has begun, see `upload_status`.
         private: whether a repository that is created is private.
         revision: branch of the repository.
         path_in_repo: folder in the repository.
@@ -52,13 +55,15 @@ def upload(
     Raises:
         HubError: the upload failed or was cancelled, or has not ended in time.
     """
+    if not isinstance(async_upload, bool):
+        raise ArgumentError(f"async_upload must be True or False, got {async_upload!r}")
     body = {
         **_target(hub_model_id, hub_token, private, revision, path_in_repo, commit_message),
         "checkpoint_path": _path_of(checkpoint),
     }
     state: dict[str, Any] = yield from connection.request("POST", "/hub/uploads", body=_json(body))
     ends = None if timeout is None else time.monotonic() + timeout
-    while not async_upload and state["status"] not in _ENDED:
+    while wait and state["status"] not in _ENDED:
         if ends is not None and time.monotonic() > ends:
             raise HubError(f"the upload {state['request_id']} to {hub_model_id} has not ended after {timeout:g} s")
         yield Sleep(poll_interval)

@@ -3,16 +3,20 @@
 import math
 import threading
 from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle.errors import ArgumentError
+from twinkle.logging import get_logger
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
 from twinkle_client.custom_loss import LossFunction, differentiate, encoded_rows
 from twinkle_client.hub import set_automatic, token_of, upload, upload_status
+from twinkle_client.naming import component_for
 from twinkle_client.queues import AdapterQueue, result_of_operation
 from twinkle_client.results import result_of
 from twinkle_client.rows import sendable_rows
+from twinkle_registry import check_keywords
 
 if TYPE_CHECKING:
     from twinkle_client import types
@@ -76,7 +80,7 @@ class MultiLoraTransformersModel:
         checkpoint: Any = None,
         load_optimizer: bool = False,
         user_metadata: Mapping[str, Any] | None = None,
-        save_dir: None = None,
+        save_dir: str | None = None,
     ) -> Call[None]:
         """Add an adapter, which the calls without a name then mean.
 
@@ -88,7 +92,7 @@ class MultiLoraTransformersModel:
             checkpoint: `twinkle://` path of a checkpoint to begin with, instead of `config`.
             load_optimizer: load its optimizer, too.
             user_metadata: texts that are kept with the training run.
-            save_dir: None; a service has its own folders.
+            save_dir: has no effect: a service has its own folders, and a note in the log says so. It is not sent.
 
         Raises:
             ArgumentError: the name is taken, or a field is not supported on a service.
@@ -96,7 +100,12 @@ class MultiLoraTransformersModel:
         from twinkle_client.types.models import plain_config
 
         if save_dir is not None:
-            raise ArgumentError("save_dir: a service decides where it saves; list checkpoints with list_checkpoints()")
+            if not isinstance(save_dir, str | PathLike):
+                raise ArgumentError(f"save_dir must be a path or None, got a {type(save_dir).__name__}")
+            get_logger().info(
+                "add_adapter_to_model: save_dir=%r has no effect, a service saves in its own folders; save() returns "
+                "the path of a checkpoint, and list_checkpoints() lists them", str(save_dir),
+            )  # fmt: skip
         with self._lock:
             if adapter_name in self._adapters:
                 raise ArgumentError(f"adapter {adapter_name!r} already exists; choose another name")
@@ -139,11 +148,19 @@ class MultiLoraTransformersModel:
     # Components
 
     def _set(self, method: str, adapter_name: str | None, name: Any, options: dict[str, Any], **more: Any) -> Call[Any]:
-        body = {"name": _component(method, name), "options": options} | more
+        name, options = component_for(method, name, options)
+        body = {"name": name, "options": options} | more
         return (yield from self._call(adapter_name, method, body))
 
     def _set_loss(self, /, loss_cls: str, *, adapter_name: str | None = None, **kwargs: Any) -> Call[Any]:
-        """Set the loss, by the name of a component that is installed on the service."""
+        """Set the loss, by the name of a component that is installed on the service.
+
+        Its class is sent by name too, and an object by the name and the arguments that build an equal one. A class of
+        this script is an error, even if it has the name of a component; see `forward_backward_custom`.
+
+        Raises:
+            ArgumentError: the service cannot have the class or the object.
+        """
         return (yield from self._set("set_loss", adapter_name, loss_cls, kwargs))
 
     set_loss, set_loss_async = twins(_set_loss)
@@ -449,7 +466,7 @@ class MultiLoraTransformersModel:
         path = saved["path"].replace("tinker://", "twinkle://", 1)
         begun: dict[str, Any] = {}
         if push_to_hub is not None:
-            begun = yield from upload(self.client.connection, path, push_to_hub, hub_token)
+            begun = yield from upload(self.client.connection, path, push_to_hub, hub_token, wait=False)
         return types.SaveResponse(twinkle_path=path, checkpoint_dir=path, upload_id=begun.get("request_id"))
 
     save, save_async = twins(_save)
@@ -501,13 +518,16 @@ class MultiLoraTransformersModel:
             checkpoint_dir: what `save` returned, or its `twinkle://` path.
             hub_model_id: `hf://owner/name`, `ms://owner/name`, or `owner/name` of the service's default hub.
             hub_token: a token of yours at the hub; by default that of `HF_TOKEN` or `MODELSCOPE_API_TOKEN`.
-            async_upload: return as soon as the upload has begun; otherwise wait until it has ended.
-            poll_interval: seconds between two questions for its state.
-            **kwargs: `private`, `revision`, `path_in_repo`, `commit_message`, `timeout` and `progress`.
+            async_upload: as published, whether the service uploads in the background; it always does, and the call
+                waits for the end of the upload in both cases.
+            poll_interval: seconds between two questions for its state, while waiting.
+            **kwargs: `wait=False` returns as soon as the upload has begun, see `upload_status`; `private`, `revision`,
+                `path_in_repo`, `commit_message`, `timeout` and `progress`.
 
         Raises:
-            HubError: the upload failed.
+            HubError: the upload failed or was cancelled, or has not ended in time.
         """
+        check_keywords(upload, kwargs, what="upload_to_hub", partial=True)
         connection = self.client.connection
         state = yield from upload(
             connection, checkpoint_dir, hub_model_id, hub_token, async_upload, poll_interval, **kwargs
@@ -539,6 +559,7 @@ class MultiLoraTransformersModel:
             adapter_name: the adapter.
             **kwargs: `private`, `revision` and `path_in_repo`.
         """
+        check_keywords(set_automatic, kwargs, what="upload_every_save", partial=True)
         run = (yield from self._found(adapter_name)).model_id
         yield from set_automatic(self.client.connection, run, hub_model_id, hub_token, **kwargs)
 
@@ -581,16 +602,6 @@ class MultiLoraTransformersModel:
         elif kwargs:
             raise ArgumentError(f"{method}: there is no argument {sorted(kwargs)[0]!r}")
         return (yield from self._call(adapter_name, method, {"inputs": sendable_rows(inputs), **body}))
-
-
-def _component(method: str, given: Any) -> str:
-    """Return the name of a component; a class that has one is sent by it."""
-    name = getattr(given, "__name__", None) if isinstance(given, type) else given
-    if not isinstance(name, str):
-        raise ArgumentError(
-            f"{method}: give the name of a component that is installed on the service, got a {type(given).__name__}"
-        )
-    return name
 
 
 def _without_weights(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ def test_results_are_values_and_have_result(model: MultiLoraTransformersModel) -
     assert "tiny (" in text
     assert "/" not in text.splitlines()[0].replace("tiny (", "")
     assert "model-" not in text
+    assert text.model_dump() == {"result": text}
+    assert json.loads(output.model_dump_json())["result"]["logps"] == output["logps"].tolist()
 
 
 @pytest.mark.full
@@ -95,6 +97,11 @@ def test_conversations_are_encoded_by_the_template_of_the_model(model: MultiLora
         (lambda m: m.forward_backward(rows(1, 5), advantage=[1]), OperationFailed, "advantage"),
         (lambda m: m.forward_only(rows(1, 5), topk=3), ArgumentError, "no argument 'topk'"),
         (lambda m: m.set_loss(print), ArgumentError, "give the name of a component"),
+        (lambda m: m.save("x", foo=1), ArgumentError, r"Model\.save: unknown argument 'foo'"),
+        (lambda m: m.load("x", load_optimiser=True), ArgumentError, r"load_optimizer.*signature is load\("),
+        (lambda m: m.clip_grad_and_step(max_norm=1), ArgumentError, "unknown argument 'max_norm'"),
+        (lambda m: m.upload_to_hub("x", "hf://a/b", privat=True), ArgumentError, "nearest: 'private'"),
+        (lambda m: m.add_adapter_to_model("z", CONFIG, save_dir=3), ArgumentError, "save_dir must be a path or None"),
         (lambda m: m.set_loss("GRPO"), OperationFailed, "unknown loss_fn 'GRPO'"),
         (lambda m: m.apply_patch("Qwen3ChatTemplate"), OperationFailed, "is not marked as safe"),
         (lambda m: m.save("x", output_dir="/tmp"), ArgumentError, "a service decides where it saves"),
