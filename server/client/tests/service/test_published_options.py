@@ -6,6 +6,7 @@ import server_sdk as sdk
 from native_rows import CONFIG, rows
 from serving import Served
 
+from twinkle.server.common import input_feature_to_datum
 from twinkle_client import MultiLoraTransformersModel, TwinkleClient, vLLMSampler
 from twinkle_client.errors import OperationFailed, RequestRefused
 
@@ -76,3 +77,35 @@ def test_distillation_is_a_loss_of_tinker_requests_too(model: MultiLoraTransform
     for output, logps, row in zip(found.loss_fn_outputs, expected["logps"], batch, strict=True):
         own = np.array(output["logprobs"].data)
         np.testing.assert_allclose(own, logps[: len(row["input_ids"])], atol=1e-4)
+
+
+def test_preferences_in_the_published_form_of_tinker_requests(service: Served) -> None:
+    """The reference is a forward with `disable_lora`, and `importance_sampling` on `ref_logps` is DPO."""
+    pairs = rows(3, 9, 6, 8, 7)
+    with sdk.opened(service.url) as client:
+        training = sdk.trainer(client, "tiny", 4, seed=1)
+        data = [input_feature_to_datum(row) for row in pairs]
+        base = training.forward(data, "cross_entropy").result(60)
+        training.forward_backward(data, "cross_entropy").result(60)
+        training.optim_step(sdk.tinker.AdamParams(learning_rate=1e-2)).result(60)
+        reference = training.forward(data, "cross_entropy", loss_fn_config={"disable_lora": True}).result(60)
+        trained = training.forward(data, "cross_entropy", {"disable_lora": False}).result(60)
+        assert reference.metrics == base.metrics != trained.metrics
+        with pytest.raises(sdk.tinker.RequestFailedError, match="disable_lora is for forward"):
+            training.forward_backward(data, "cross_entropy", {"disable_lora": True}).result(60)
+        with pytest.raises(sdk.tinker.RequestFailedError, match=r"disable_lora must be True or False, got 2\.0"):
+            training.forward(data, "cross_entropy", {"disable_lora": 2}).result(60)
+        for datum, output in zip(data, reference.loss_fn_outputs, strict=True):
+            logps = np.array(output["logprobs"].tolist(), dtype=np.float32)
+            datum.loss_fn_inputs["ref_logps"] = sdk.tinker.TensorData.from_numpy(logps)
+        config = {"dpo_beta": 0.2, "dpo_sft_weight": 0.5, "dpo_loss_type": "hinge"}
+        found = training.forward(data, "importance_sampling", config).result(60)
+        own = {name.removeprefix("dpo_"): value for name, value in config.items()}
+        expected = training.forward(data, "DPOLoss", own).result(60)
+        assert found.metrics == expected.metrics
+        assert {"loss:sum", "rewards/margins:sum", "nll:sum"} <= found.metrics.keys()
+        assert training.forward(data, "cross_entropy").result(60).metrics == trained.metrics
+        training.forward_backward(data, "importance_sampling", {"dpo_beta": 0.2}).result(60)
+        assert training.optim_step(sdk.tinker.AdamParams()).result(60).metrics["grad_norm"] > 0
+        with pytest.raises(sdk.tinker.RequestFailedError, match="dpo_betta"):
+            training.forward(data, "importance_sampling", {"dpo_betta": 0.2}).result(60)

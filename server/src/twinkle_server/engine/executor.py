@@ -29,6 +29,7 @@ from twinkle_server.engine.errors import NotInMemory, UserError, damaged_checkpo
 from twinkle_server.engine.exports import WithExport, exported_spec
 from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, OWN, PUBLISHED, Losses, accepted_inputs, ignored_inputs
+from twinkle_server.engine.losses.published import read_call
 from twinkle_server.engine.native.models import Finish, NativeModels
 from twinkle_server.engine.native.state import read_spec
 from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows, vectors_of
@@ -499,7 +500,7 @@ class Executor:
         request = read_request(item.payload)
         context, vocabulary = self._info.context, self._info.vocabulary
         try:
-            config = codec.loss_config(request)
+            asked = read_call(request, codec.loss_config(request), strict=self._losses.strict)
         except ValueError as error:
             raise UserError(str(error)) from error
         options: Mapping[str, Any] = {}
@@ -509,21 +510,21 @@ class Executor:
             from twinkle_server.engine.losses import custom  # imports torch
 
             rows = read_rows(request, context, vocabulary, ())
-            loss = custom.build(config, rows, self._custom_seconds)
-        elif request.loss_fn in self._native_losses:
+            loss = custom.build(asked.options, rows, self._custom_seconds)
+        elif asked.loss in self._native_losses:
             rows = read_rows(request, context, vocabulary, ())
-            loss, options = request.loss_fn, config
+            loss, options = asked.loss, asked.options
         else:
-            spec = self._losses.find_for_tokens(request.loss_fn)
-            rows = read_rows(
-                request, context, vocabulary, accepted_inputs(spec), ignored_inputs(spec), SEQUENCES in spec.inputs
-            )
-            loss = self._losses.build(spec, config, rows, queue_id=item.queue_id, number=item.number)
+            spec = self._losses.find_for_tokens(asked.loss)
+            ignored = (*ignored_inputs(spec), *asked.ignored)
+            rows = read_rows(request, context, vocabulary, accepted_inputs(spec), ignored, SEQUENCES in spec.inputs)
+            loss = self._losses.build(spec, asked.options, rows, queue_id=item.queue_id, number=item.number)
             plugin = None if spec.name in (*PUBLISHED, *OWN) else spec
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         operation = Operation(
-            model.ref, kind, features, loss, rows.inputs, number=item.number, loss_options=options,
+            model.ref if asked.adapted else None, kind, features, loss, rows.inputs, number=item.number,
+            loss_options=options,
             composition=None if item.composition is None else item.composition.passes,
         )  # fmt: skip
 

@@ -42,7 +42,9 @@ _STRICT: Final = (
     "--strict-losses, which refuses Twinkle's own; pass loss_fn='importance_sampling', 'ppo', 'cispo' or 'gspo'"
 )
 _CROSS_ENTROPY: Final = "cross_entropy"
-_IGNORED: Final = ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
+_IGNORED: Final = (
+    "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask", "ref_logps",
+)  # fmt: skip
 """Inputs of other published losses that `cross_entropy` ignores: clients send one datum to several losses."""
 
 NATIVE_ONLY: Final = frozenset({"InfonceLoss"})
@@ -60,6 +62,7 @@ class Losses:
 
     Attributes:
         workers: the worker processes; None if no loss needs one.
+        strict: whether the names of published losses mean Tinker's formulas only.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Losses:
         *, strict: bool = False,
     ) -> None:  # fmt: skip
         self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED) | frozenset(OWN)
-        self._strict = strict
+        self.strict = strict
         self._in_process = frozenset(in_process)
         self.workers: LossWorkers | None = None
         self._identities: dict[str, CodeIdentity | None] = {}
@@ -173,7 +176,7 @@ class Losses:
         available = {}
         for name, specs in registry().specs("loss").items():
             safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
-            refused = self._strict and name in OWN
+            refused = self.strict and name in OWN
             if len(safe) == 1 and not refused and (self._allowed is None or name in self._allowed):
                 available[name] = safe[0]
         return available
@@ -201,7 +204,7 @@ class Losses:
         specs = self._specs()
         if name in specs:
             return specs[name]
-        if self._strict and name in OWN:
+        if self.strict and name in OWN:
             raise UserError(_STRICT.format(name))
         if reason := _why_refused(name):
             raise UserError(f"loss_fn {name!r} is no longer available: {reason}")
