@@ -8,7 +8,17 @@ import torch
 
 from twinkle.data_format import LossOutput
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
-from twinkle.loss import CISPOLoss, CPOLoss, CrossEntropyLoss, DPOLoss, GKDLoss, GRPOLoss, ORPOLoss
+from twinkle.loss import (
+    ChunkedCrossEntropyLoss,
+    CISPOLoss,
+    CPOLoss,
+    CrossEntropyLoss,
+    DPOLoss,
+    GKDLoss,
+    GRPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    ORPOLoss,
+)
 from twinkle_torch.logit_scores import scores_of_logits
 
 F64 = torch.float64
@@ -97,6 +107,45 @@ def test_logits_give_the_same_as_logps(loss: Any, arguments: dict[str, Any]) -> 
     assert found["num_tokens"] == expected["num_tokens"] == expected.denominator
     assert found["loss"] is found.loss_sum
     assert dict(found).keys() == {"loss", "num_tokens"}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        CrossEntropyLoss(),
+        CrossEntropyLoss(dft=True),
+        ChunkedCrossEntropyLoss(chunk_size=2),
+        LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_flat_logits_give_the_same_as_those_of_rows(loss: Any) -> None:
+    inputs, logits = batch()
+    expected = loss(inputs, {"logits": logits})
+    labels, rows = inputs["labels"].flatten(), logits.flatten(0, 1)
+    found = loss({"labels": labels}, {"logits": rows})
+    torch.testing.assert_close(found["loss"], expected["loss"])
+    torch.testing.assert_close(*(torch.autograd.grad(out["loss"], logits)[0] for out in (found, expected)))
+    assert found["num_tokens"].item() == expected["num_tokens"].item() == int((labels != -100).sum())
+
+
+def test_smoothing_reads_logits_beside_logps() -> None:
+    inputs, logits = batch()
+    loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+    expected = loss(inputs, {"logits": logits})  # type: ignore[arg-type]
+    found = loss(inputs, {"logits": logits, "logps": log_p(inputs, logits)})  # type: ignore[arg-type]
+    torch.testing.assert_close(found["loss"], expected["loss"])
+    with pytest.raises(TrainingStateError, match="uniform_logps"):
+        loss(inputs, {"logps": log_p(inputs, logits)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [CrossEntropyLoss(), DPOLoss(reference_free=True), GRPOLoss()])
+@pytest.mark.parametrize("name", ["logits", "logps"])
+def test_labels_that_are_a_list_are_named(loss: Any, name: str) -> None:
+    inputs, logits = batch()
+    outputs = {"logits": logits, "logps": log_p(inputs, logits)}
+    with pytest.raises(DataError, match="labels are a list; give a tensor"):
+        loss({"labels": inputs["labels"].tolist()}, {name: outputs[name]})
 
 
 def test_neither_logits_nor_logps_is_refused() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, label_to_ignore, output, score
+from twinkle_losses.options import flag, label_to_ignore, score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,8 +63,9 @@ class CrossEntropyLoss(Loss):
         """Compute the loss of one micro-batch.
 
         Args:
-            inputs: `labels` int64 `[B, T]`; optional `loss_scale` float32 `[B, T]`.
-            outputs: `logps` float32 `[B, T]`, and `uniform_logps` with `label_smoothing`.
+            inputs: `labels` int64 `[B, T]`, or flat `[N]`; optional `loss_scale` float32 of this shape.
+            outputs: `logps` float32 of this shape, and `uniform_logps` with `label_smoothing`; or `logits` with a
+                further dimension V.
 
         Raises:
             DataError: rows have several labels a token.
@@ -78,7 +79,8 @@ class CrossEntropyLoss(Loss):
                 "weighted targets are for the loss 'cross_entropy'"
             )
         mask = self._mask(labels)
-        terms = self._terms(logps, outputs, mask)
+        smoothed = score(inputs, outputs, "uniform_logps", self) if self.label_smoothing else None
+        terms = self._terms(logps[mask], None if smoothed is None else smoothed[mask])
         if (scale := inputs.get("loss_scale")) is not None:
             terms = terms * scale.to(logps.device)[mask]
         return LossOutput(terms.sum(), int(mask.sum()))
@@ -86,12 +88,10 @@ class CrossEntropyLoss(Loss):
     def _mask(self, labels: "Tensor") -> "Tensor":
         return (labels != self.ignore_index) & (labels != -100)
 
-    def _terms(self, logps: "Tensor", outputs: ModelOutput, mask: "Tensor") -> "Tensor":
-        """Return nll_t of each trained position."""
-        chosen = logps[mask]
+    def _terms(self, chosen: "Tensor", uniform: "Tensor | None") -> "Tensor":
+        """Return nll_t of each trained position, of its log-probability and the mean one of the vocabulary."""
         if self.dft:
             return -chosen.detach().exp() * chosen
-        if not self.label_smoothing:
+        if uniform is None:
             return -chosen
-        uniform = output(outputs, "uniform_logps", self, "the model's forward must prepare what the loss requires")
-        return (self.label_smoothing - 1.0) * chosen - self.label_smoothing * uniform[mask]
+        return (self.label_smoothing - 1.0) * chosen - self.label_smoothing * uniform

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.data_format import InputBatch, ModelOutput
-from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.errors import ArgumentError, DataError, TrainingStateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,19 +91,24 @@ def output(outputs: Mapping[str, Any], name: str, loss: object, remedy: str) -> 
 
 
 def score(inputs: InputBatch, outputs: ModelOutput, name: str, loss: object) -> "Tensor":
-    """Return a score of the labels, `[B, T]`: that of the forward, or else computed from its logits and stored there.
+    """Return a score of each label: that of the forward, or else computed from its logits and stored there.
 
     Args:
         inputs: `labels`.
-        outputs: outputs of the forward, with `name` or with `logits` `[B, T, V]`.
+        outputs: outputs of the forward, with `name` or with `logits` `[B, T, V]` (`[N, V]` for flat labels).
         name: `logps`, `entropies` or `uniform_logps`.
         loss: whose score; the error names its class.
 
     Raises:
-        DataError: logits and labels do not fit each other.
+        DataError: labels are not a tensor, or logits and labels do not fit each other.
         TrainingStateError: neither the score nor logits are there.
     """
     from twinkle_torch.logit_scores import scores_of_logits
 
+    if not hasattr(labels := inputs["labels"], "shape"):
+        raise DataError(
+            f"{type(loss).__name__}: labels are a {type(labels).__name__}; give a tensor, which InputProcessor or "
+            "torch.tensor makes of rows"
+        )
     scores_of_logits(inputs, outputs, name, getattr(loss, "ignore_index", -100))
     return output(outputs, name, loss, "call with task='causal_lm', on rows with labels")

@@ -20,13 +20,14 @@ def scores_of_logits(inputs: InputBatch, outputs: ModelOutput, name: str, ignore
     logits.
 
     Args:
-        inputs: `labels` int64 `[B, T]`.
-        outputs: outputs of a forward; `logits` `[B, T, V]`.
+        inputs: `labels` int64 `[B, T]`, or flat `[N]`.
+        outputs: outputs of a forward; `logits` `[B, T, V]`, or `[N, V]` for flat labels.
         name: `logps`, `entropies` or `uniform_logps`; other outputs are not computed.
         ignore_index: a label that is not trained, in addition to -100.
 
     Returns:
-        float32 (float64 for float64 logits) `[B, T]`, 0 at positions that are not trained; None without logits.
+        float32 (float64 for float64 logits) in the shape of the labels, 0 at positions that are not trained; None
+        without logits.
 
     Raises:
         DataError: labels and logits do not have the same positions, or a label is not in the vocabulary.
@@ -36,11 +37,14 @@ def scores_of_logits(inputs: InputBatch, outputs: ModelOutput, name: str, ignore
     if found is not None or logits is None or name not in _FROM_LOGITS:
         return found
     labels = inputs["labels"]
-    if logits.dim() != 3 or tuple(labels.shape) != tuple(logits.shape[:2]):
+    if logits.dim() not in (2, 3) or tuple(labels.shape) != tuple(logits.shape[:-1]):
         raise DataError(
             f"{name} are computed from logits [B, T, V] and labels [B, T], got logits {list(logits.shape)} and labels "
             f"{list(labels.shape)}; give one label (a token or -100) for each position"
         )
+    shape = labels.shape
+    if logits.dim() == 2:  # flat labels are those of one row
+        logits, labels = logits[None], labels[None]
     rows, columns = ((labels != -100) & (labels != ignore_index)).nonzero(as_tuple=True)
     targets = labels[rows, columns]
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[-1]:
@@ -49,7 +53,7 @@ def scores_of_logits(inputs: InputBatch, outputs: ModelOutput, name: str, ignore
     scores = _Scores.apply(logits, targets.to(logits.device), *place, CHUNK_TOKENS)  # type: ignore[no-untyped-call]
     for key, values in zip(_FROM_LOGITS, scores, strict=True):
         if key not in outputs:
-            filled = values.new_zeros(logits.shape[:2]).index_put(place, values)
+            filled = values.new_zeros(logits.shape[:2]).index_put(place, values).view(shape)
             outputs[key] = filled  # type: ignore[literal-required]
     return outputs[name]  # type: ignore[literal-required, no-any-return]
 

@@ -53,7 +53,7 @@ class LossOutput(Mapping[str, Any]):
 
     Create it as `LossOutput(loss_sum, denominator)`, or in the published form `LossOutput(loss=..., num_tokens=...)`.
     Read it by its attributes, or as the published mapping with the keys `loss` (the sum) and `num_tokens` (the
-    denominator).
+    denominator, as a tensor).
 
     Attributes:
         loss_sum: scalar tensor with gradient: the loss summed over the units that the loss counts.
@@ -104,7 +104,12 @@ class LossOutput(Mapping[str, Any]):
         """Return the sum (`loss`) or its denominator (`num_tokens`)."""
         if key not in _PUBLISHED:
             raise KeyError(key)
-        return getattr(self, _PUBLISHED[key])
+        value = getattr(self, _PUBLISHED[key])
+        if key == "loss" or self.is_mean or hasattr(value, "item") or not hasattr(self.loss_sum, "backward"):
+            return value
+        import torch
+
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the published keys."""
