@@ -69,7 +69,7 @@ def test_rows_that_are_not_unicode_are_counted_over_chunks() -> None:
 def test_a_meta_without_any_source_is_an_error() -> None:
     with pytest.raises(DataError, match="names no data"):
         Dataset(DatasetMeta())
-    with pytest.raises(ArgumentError, match="take no options, but 'revision'"):
+    with pytest.raises(ArgumentError, match="revision= is for data sets of a hub"):
         Dataset(DatasetMeta(data=ROWS), revision="x")
 
 

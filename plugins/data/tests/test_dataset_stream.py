@@ -178,7 +178,7 @@ def test_files_are_checked_before_and_while_they_are_read(tmp_path: Path) -> Non
         IterableDataset(DatasetMeta(str(bad), split="test"))
     with pytest.raises(ArgumentError, match="takes no streaming=False; use Dataset"):
         IterableDataset(DatasetMeta(str(bad)), streaming=False)
-    with pytest.raises(ArgumentError, match="take no options, but 'revision' was given"):
+    with pytest.raises(ArgumentError, match="revision= is for data sets of a hub"):
         IterableDataset(DatasetMeta(data=rows(1)), revision="x")
     with pytest.raises(DataError, match="names no data"):
         IterableDataset(DatasetMeta())

@@ -1,6 +1,7 @@
 """Calls in the forms of published scripts: streams, samplers, packing without `encode`, a second `flush_save`."""
 
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from twinkle.dataloader import DataLoader, RetrySampler
 from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, IterablePackingDataset, LazyDataset, PackingDataset
 from twinkle.errors import ArgumentError, DataError, TrainingStateError, Unsupported
+from twinkle.mesh import DeviceMesh
 
 ROWS = [{"n": number} for number in range(6)]
 
@@ -41,6 +43,47 @@ def test_a_data_set_that_streams_is_a_stream(tmp_path: Path) -> None:
 def test_other_classes_hold_their_rows(kind: Any) -> None:
     with pytest.raises(Unsupported, match="does not stream; use IterableDataset"):
         kind(DatasetMeta(data=ROWS), streaming=True)
+
+
+# Arguments of constructors
+
+KINDS = [Dataset, LazyDataset, IterableDataset, PackingDataset, IterablePackingDataset]
+
+
+def sources(folder: Path) -> list[DatasetMeta]:
+    """The same rows in memory, in a file, in a folder, and in a folder that acts as a hub."""
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text("".join(f'{{"n": {row["n"]}}}\n' for row in ROWS))
+    places = [folder / "rows" / "train.jsonl", folder / "rows", f"file://{folder / 'rows'}"]
+    return [DatasetMeta(data=ROWS), *(DatasetMeta(str(place)) for place in places)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_sets_take_the_arguments_of_components_and_of_downloads(kind: Any, tmp_path: Path) -> None:
+    mesh = DeviceMesh.from_sizes(dp_size=1)
+    for meta in sources(tmp_path):
+        rows = kind(
+            meta, device_mesh=mesh, remote_group="data", instance_id="one", num_proc=1, revision=None, token=None
+        )
+        assert rows.device_mesh is mesh
+        assert (next(iter(rows)) if "Iterable" in kind.__name__ else rows[0]) == {"n": 0}
+        assert pickle.loads(pickle.dumps(rows)).device_mesh == mesh
+    assert Dataset(DatasetMeta(data=ROWS), device_mesh=mesh, streaming=True).device_mesh is mesh
+    assert kind(device_mesh=mesh).device_mesh is mesh
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_that_would_do_nothing_are_named(kind: Any, tmp_path: Path) -> None:
+    memory, file, *_ = sources(tmp_path)
+    for meta in (memory, file):
+        with pytest.raises(ArgumentError, match="revision= is for data sets of a hub, and these rows are on this mach"):
+            kind(meta, revision="main")
+        with pytest.raises(ArgumentError, match="num_proc is 0; give a whole number from 1"):
+            kind(meta, num_proc=0)
+        with pytest.raises(ArgumentError, match="device_mesh must be a DeviceMesh or None, got 'dp'"):
+            kind(meta, device_mesh="dp")
+    with pytest.raises(ArgumentError, match="take no options, but 'sep' was given"):
+        kind(memory, sep=";")
 
 
 # Samplers

@@ -14,7 +14,7 @@ from twinkle_data.dataset.calls import called_with, template_for, template_from
 from twinkle_data.dataset.encoding import CheckCall, EncodeCall, table_lengths, warn_of_untrained
 from twinkle_data.dataset.mixing import Stopping, checked_mix
 from twinkle_data.dataset.saving import Saving
-from twinkle_data.dataset.sources import load, not_empty
+from twinkle_data.dataset.sources import load, mesh_of, not_empty
 from twinkle_data.dataset.table import Table, join
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
@@ -47,13 +47,15 @@ class Dataset:
         Args:
             dataset_meta: where they are; None makes an empty set for `add_dataset`.
             **kwargs: for the hub (`revision`, `num_proc`, ...) or the reader of a local file (csv: `sep`, `names`;
-                parquet: `columns`); `streaming=True` as described for the class.
+                parquet: `columns`); `streaming=True` as described for the class; `device_mesh`, the mesh that uses the
+                rows, on which they do not depend.
 
         Raises:
             DataError: nothing is there, it is malformed, or there are no rows.
             ArgumentError: the source does not take a keyword.
         """
         self.template: Any = None
+        self.device_mesh = mesh_of(kwargs, type(self).__name__)
         self._parts: dict[str, Table] = {}
         self._mixed: Table | None = None
         self._saving = Saving()

@@ -230,3 +230,10 @@ def _beside(
             "every column that is wanted, and give remove_columns=dataset.column_names"
         )
     return {**other_columns, **result}
+
+
+def from_one(name: str, value: Any) -> int:
+    """Return an integer >= 1, or raise `ArgumentError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} is {value!r}; give a whole number from 1")
+    return value

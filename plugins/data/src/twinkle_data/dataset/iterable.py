@@ -14,7 +14,7 @@ from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.calls import template_for, template_from
 from twinkle_data.dataset.mixing import Mix, Stopping, checked_mix
 from twinkle_data.dataset.saving import Saving
-from twinkle_data.dataset.sources import Source, open_stream
+from twinkle_data.dataset.sources import Source, mesh_of, open_stream
 from twinkle_data.dataset.stages import (
     Chunk,
     FilterStage,
@@ -65,13 +65,14 @@ class IterableDataset:
         Args:
             dataset_meta: where the rows are; None makes an empty set for `add_dataset`. `data` may be anything that can
                 be iterated again and again, or a function that returns an iterator. `data_slice` must go forwards.
-            **kwargs: for the hub or the reader of a local file, as for `Dataset`.
+            **kwargs: for the hub or the reader of a local file, and `device_mesh`, as for `Dataset`.
 
         Raises:
             DataError: nothing is there, or it can be read only once.
             ArgumentError: the source does not take a keyword.
         """
         self.template: Any = None
+        self.device_mesh = mesh_of(kwargs, type(self).__name__)
         self._parts: dict[str, Part] = {}
         self._mixed = False
         self._mix: Mix | None = None

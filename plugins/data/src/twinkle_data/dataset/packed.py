@@ -9,11 +9,12 @@ from numbers import Number
 from typing import Any
 
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.errors import ArgumentError, DataError, TrainingStateError
+from twinkle.errors import DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.base import Dataset
+from twinkle_data.dataset.calls import from_one
 from twinkle_data.dataset.encoding import token_counts
 from twinkle_data.dataset.table import Table
 from twinkle_torch.collate import TOKEN_KEYS
@@ -286,13 +287,6 @@ class PackingDataset(Dataset):
 
     def _every_row(self) -> Iterator[dict[str, Any]]:
         return super()._every_row() if self._packs is None else map(self._pack, range(len(self._packs)))
-
-
-def from_one(name: str, value: Any) -> int:
-    """Return an integer >= 1, or raise `ArgumentError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} is {value!r}; give a whole number from 1")
-    return value
 
 
 def _packs_of(groups: Sequence[Sequence[int]], capacity: int, processes: int) -> list[list[list[int]]]:

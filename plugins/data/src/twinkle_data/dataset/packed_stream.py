@@ -11,9 +11,9 @@ from twinkle.dataset.meta import DatasetMeta
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
-from twinkle_data.dataset.calls import template_for
+from twinkle_data.dataset.calls import from_one, template_for
 from twinkle_data.dataset.iterable import IterableDataset
-from twinkle_data.dataset.packed import Fill, capacity_of, check_lengths, from_one, joined, pack_lengths, token_keys_of
+from twinkle_data.dataset.packed import Fill, capacity_of, check_lengths, joined, pack_lengths, token_keys_of
 from twinkle_data.dataset.stages import Chunk, EncodeMissing, EncodeStage, Row, Stage, encode_stage, run_stages
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")

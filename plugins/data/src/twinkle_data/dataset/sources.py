@@ -11,8 +11,9 @@ from typing import Any
 
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.errors import ArgumentError, DataError, Unsupported
+from twinkle.mesh import DeviceMesh
 from twinkle.preprocessor.base import Preprocessor
-from twinkle_data.dataset.calls import clean_column, require_one_length
+from twinkle_data.dataset.calls import clean_column, from_one, require_one_length
 from twinkle_data.dataset.readers import READERS, ROW_READERS, read_file, reader_of, reading
 from twinkle_data.dataset.table import Table, from_arrow, from_columns, from_rows, join
 
@@ -40,8 +41,7 @@ def load(meta: DatasetMeta, options: Mapping[str, Any], what: str = "Dataset") -
     options = _without_streaming(options, what)
     name = meta.dataset_id or "data"
     if meta.data is not None:
-        if options:
-            raise ArgumentError(f"rows in memory (data=) take no options, but {_named(options)} was given")
+        check_of_memory(local_options(options, "rows in memory (data=)"))
         table = _in_memory(meta.data, meta.split, name)
     elif not meta.dataset_id:
         raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
@@ -143,7 +143,7 @@ def _from_place(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
 
     reference = hub_reference(meta)
     if reference is None:
-        return _from_disk(meta, options)
+        return _from_disk(meta, local_options(options, str(meta.dataset_id)))
     with about_missing_path(str(meta.dataset_id)):
         return _from_hub(meta, reference, options)
 
@@ -165,6 +165,7 @@ def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> 
 
     hub = open_hub(reference)
     name = f"data set {meta.dataset_id!r}"
+    options = hub_options(hub, options)
     check_keywords(hub.load_dataset, options, what=name, args=(reference, meta.subset_name, meta.split))
     rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
     return _in_memory(rows, meta.split, reference)
@@ -285,6 +286,56 @@ def _without_streaming(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "streaming"}
 
 
+def mesh_of(kwargs: dict[str, Any], what: str) -> DeviceMesh | None:
+    """Remove and return `device_mesh` from the keywords of a constructor.
+
+    Raises:
+        ArgumentError: it is not a mesh.
+    """
+    mesh = kwargs.pop("device_mesh", None)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"{what}: device_mesh must be a DeviceMesh or None, got {mesh!r}")
+    return mesh
+
+
+def local_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the options for rows of this machine, without those of a download.
+
+    `num_proc` is checked and has no effect: a file is read by one process.
+
+    Raises:
+        ArgumentError: there is a `revision` or a `token`, or `num_proc` is not a number from 1.
+    """
+    if (processes := options.get("num_proc")) is not None:
+        from_one("num_proc", processes)
+    given = [option for option in ("revision", "token") if options.get(option) is not None]
+    if given:
+        raise ArgumentError(
+            f"{name}: {given[0]}= is for data sets of a hub, and these rows are on this machine; leave it out"
+        )
+    return {option: value for option, value in options.items() if option not in ("num_proc", "revision", "token")}
+
+
+def hub_options(hub: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for a hub, without those of a download that are None, or that a folder as a hub lacks."""
+    known = inspect.signature(hub.load_dataset).parameters
+    absent = [option for option in ("num_proc", "revision", "token") if options.get(option) is None]
+    if (processes := options.get("num_proc")) is not None:
+        from_one("num_proc", processes)
+        absent += [] if "num_proc" in known else ["num_proc"]
+    return {option: value for option, value in options.items() if option not in absent}
+
+
+def check_of_memory(options: Mapping[str, Any]) -> None:
+    """Refuse options for rows in memory, which nothing reads.
+
+    Raises:
+        ArgumentError: there are any.
+    """
+    if options:
+        raise ArgumentError(f"rows in memory (data=) take no options, but {_named(options)} was given")
+
+
 def _named(options: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, options))
 
@@ -307,17 +358,14 @@ def open_stream(meta: DatasetMeta, options: Mapping[str, Any]) -> Source:
         raise ArgumentError("IterableDataset streams, so it takes no streaming=False; use Dataset to hold all rows")
     name = meta.dataset_id or "data"
     if meta.data is not None:
-        if options:
-            raise ArgumentError(
-                f"rows in memory (data=) take no options, but {', '.join(map(repr, options))} was given"
-            )
+        check_of_memory(local_options(options, "rows in memory (data=)"))
         source = _stream_of_memory(meta.data, meta.split, name)
     elif not meta.dataset_id:
         raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
     elif (reference := hub_reference(meta)) is not None:
         source = _stream_of_hub(meta, reference, options)
     else:
-        source = _stream_of_files(meta, options)
+        source = _stream_of_files(meta, local_options(options, str(meta.dataset_id)))
     source = functools.partial(_stream_not_empty, source, name)
     return source if meta.data_slice is None else functools.partial(_sliced, source, checked_slice(meta.data_slice))
 
@@ -478,7 +526,7 @@ def _stream_of_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]
         hub = open_hub(reference)
         if "streaming" in inspect.signature(hub.load_dataset).parameters:
             options = {**options, "streaming": True}
-        name = f"data set {meta.dataset_id!r}"
+        name, options = f"data set {meta.dataset_id!r}", hub_options(hub, options)
         check_keywords(hub.load_dataset, options, what=name, args=(reference, meta.subset_name, meta.split))
         rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
     return _stream_of_memory(rows, meta.split, reference)
