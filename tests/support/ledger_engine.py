@@ -282,6 +282,11 @@ class LedgerModel:
         self.parts(adapter_name).components.pop("scheduler", None)
         self._set("optimizer", name, options, adapter_name)
 
+    def learning_rates(self, name: str) -> tuple[float, ...]:
+        """Return the learning rate of an adapter whose optimizer was given one."""
+        _, options = self.parts(name).components.get("optimizer", ("", {}))
+        return (float(options["lr"]),) if "lr" in options else ()
+
     def set_lr_scheduler(self, name: Any, *, adapter_name: str, **options: Any) -> None:
         """Set the scheduler."""
         self._set("scheduler", name, options, adapter_name)
@@ -502,7 +507,8 @@ class LedgerEngine(Engine):
     def progress(self, adapter: AdapterRef) -> Progress:
         """See `Engine`."""
         ledger = self._ledgers[adapter]
-        return Progress(ledger.cur_step, ledger.steps, ledger.calls, ledger.accumulation)
+        rates = self._model.learning_rates(adapter.name)
+        return Progress(ledger.cur_step, ledger.steps, ledger.calls, ledger.accumulation, rates)
 
     def ref(self, name: str) -> AdapterRef:
         """Return an adapter by its name."""

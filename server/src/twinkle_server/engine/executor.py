@@ -30,7 +30,7 @@ from twinkle_server.engine.exports import WithExport, exported_spec
 from twinkle_server.engine.losses.building import SEQUENCES, read_request, read_rows
 from twinkle_server.engine.losses.catalog import CUSTOM, OWN, PUBLISHED, Losses, accepted_inputs, ignored_inputs
 from twinkle_server.engine.losses.published import read_call
-from twinkle_server.engine.native.models import Finish, NativeModels
+from twinkle_server.engine.native.models import Finish, NativeModels, Noted
 from twinkle_server.engine.native.state import read_spec
 from twinkle_server.engine.outputs import native_rows, output_of, sums_of, trained_rows, vectors_of
 from twinkle_server.engine.queues import Composition
@@ -323,6 +323,10 @@ Ended = Callable[[int, bytes | Exception, "Cost"], None]
 """Called with the index of a pass, its result, and the cost of the call so far."""
 
 
+Stepped = bytes | Noted | Mapping[str, float] | Exception
+"""The result of a step: a native call's, the metrics of another, or the error."""
+
+
 @dataclass(slots=True)
 class Cost:
     """What a call of `run` cost.
@@ -533,7 +537,7 @@ class Executor:
 
         return Reading(operation, finish, lambda outcome: trained_rows(rows, outcome))
 
-    def step(self, steps: Sequence[tuple[str, OptimStep | bytes]]) -> list[bytes | Mapping[str, float] | Exception]:
+    def step(self, steps: Sequence[tuple[str, OptimStep | bytes]]) -> list[Stepped]:
         """Update several models together.
 
         Args:
@@ -543,15 +547,15 @@ class Executor:
             the metrics of each, the frame of a native call, or the error. A gradient that is not finite is dropped, the
             weights stay, and the metric `skipped` is 1.
         """
-        results: list[bytes | Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
-        ready: list[tuple[int, Step, Callable[[Any], bytes | Mapping[str, float] | Exception]]] = []
+        results: list[Stepped] = [UserError("not done")] * len(steps)
+        ready: list[tuple[int, Step, Callable[[Any], Stepped]]] = []
         for index, (queue_id, step) in enumerate(steps):
             try:
                 read = self._read_step(queue_id, step)
             except UserError as error:
                 results[index] = error
             else:
-                if isinstance(read, bytes):
+                if isinstance(read, bytes | Noted):
                     results[index] = read
                 else:
                     ready.append((index, *read))
@@ -562,7 +566,7 @@ class Executor:
 
     def _read_step(
         self, queue_id: str, step: OptimStep | bytes
-    ) -> tuple[Step, Callable[[Any], bytes | Mapping[str, float] | Exception]] | bytes:
+    ) -> tuple[Step, Callable[[Any], Stepped]] | bytes | Noted:
         """Return a step and what makes its result, or the result of a native call that steps nothing."""
         if isinstance(step, bytes):
             with public_errors():
@@ -570,7 +574,7 @@ class Executor:
         self._models.native.refuse_other_steps(queue_id)
         return _step_of(self._models[queue_id].ref, step), _step_metrics
 
-    def call(self, queue_id: str, payload: bytes) -> bytes:
+    def call(self, queue_id: str, payload: bytes) -> bytes | Noted:
         """Execute a native call that runs alone; return its result."""
         with public_errors():
             return self._models.native.call(queue_id, payload)

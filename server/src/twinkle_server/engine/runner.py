@@ -14,6 +14,7 @@ from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.errors import Lost, NotInMemory, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.native.models import Noted
 from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, rollouts
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
@@ -388,11 +389,11 @@ class OperationRunner:
             results = [error]
         reach("engine.after_step")
         for (task, step), result in zip(steps, results, strict=True):
-            if isinstance(result, bytes | Exception):
-                self._end(task, result)
+            if isinstance(result, bytes | Noted | Exception):
+                self._end_native(task, result)
             else:
-                figures = None if task.replay else _figures_of_step(step, result)
-                self._end(task, _metrics(result), figures=figures)
+                rate = {"lr": step.learning_rate} if isinstance(step, OptimStep) else {}
+                self._end(task, _metrics(result), figures=_figures(task, {**rate, **result}))
 
     def _barrier(self, task: Task) -> None:
         try:
@@ -405,9 +406,15 @@ class OperationRunner:
         except Exception as error:
             self._end(task, error)
         else:
+            self._end_native(task, result)
+
+    def _end_native(self, task: Task, result: bytes | Noted | Exception) -> None:
+        if isinstance(result, Noted):
+            self._end(task, result.frame, figures=_figures(task, result.figures))
+        else:
             self._end(task, result)
 
-    def _do(self, task: Task) -> bytes:
+    def _do(self, task: Task) -> bytes | Noted:
         if task.kind == "native":
             return self._executor.call(task.queue_id, task.payload)
         if task.kind == "create":
@@ -445,8 +452,8 @@ def _metrics(values: Mapping[str, float]) -> bytes:
     return orjson.dumps({"metrics": {name: value for name, value in values.items() if math.isfinite(value)}})
 
 
-def _figures_of_step(step: OptimStep | bytes, values: Mapping[str, float]) -> str:
-    """Return the figures of an optimizer step for `recording`: learning rate, and the metrics that are finite."""
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    rate = {} if isinstance(step, bytes) else {"lr": step.learning_rate}
-    return orjson.dumps({**rate, **finite}).decode()
+def _figures(task: Task, values: Mapping[str, float]) -> str | None:
+    """Return the figures of an operation for `recording`, as far as they are finite; a replay was recorded before."""
+    if task.replay:
+        return None
+    return orjson.dumps({name: value for name, value in values.items() if math.isfinite(value)}).decode()

@@ -13,6 +13,7 @@ import orjson
 from sqlalchemy import Connection, delete, func, select
 
 from twinkle_server.errors import NotFound
+from twinkle_server.operations import STEPS
 from twinkle_server.ports import Database
 from twinkle_server.store.database import driver
 from twinkle_server.store.tables import figures, rollouts, steps
@@ -33,7 +34,7 @@ _OPEN: Final = 100
 MOST: Final = 4096
 """Maximum number of rows of `steps` of a run; beyond it, pairs of rows in the older half become one."""
 _LAST: Final = ("lr", "grad_norm", "skipped")
-"""Figures of an optimizer step, of which a sum has no meaning."""
+"""Figures of an optimizer step, of which a sum has no meaning. A native call that has one of them has ended a step."""
 Data = dict[str, Any]
 
 
@@ -206,7 +207,7 @@ def _grouped(rows: Iterable[Any], last: int) -> tuple[list[Step], int]:
         figures_of_row = orjson.loads(row.data)
         data = add(data, figures_of_row) if data else figures_of_row
         open_rows += 1
-        if row.kind == "optim_step":
+        if row.kind in STEPS or not figures_of_row.keys().isdisjoint(_LAST):
             found.append(Step(last + len(found) + 1, row.number, row.time, 1, data))
             data, open_rows = {}, 0
     return found, open_rows

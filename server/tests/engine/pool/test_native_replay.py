@@ -12,6 +12,7 @@ from server_pool import Bench
 from twinkle_client import wire
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.native.calls import payload_of
+from twinkle_server.engine.native.models import Noted
 from twinkle_server.engine.queues import Composition
 from twinkle_server.operations import Create, Load, OptimStep, Save
 
@@ -95,6 +96,7 @@ class Session:
             [found] = self.executor.step([(QUEUE, payload)])
         else:
             found = self.executor.call(QUEUE, payload)
+        found = found.frame if isinstance(found, Noted) else found
         assert isinstance(found, bytes), found
         return wire.unpack(found), used
 

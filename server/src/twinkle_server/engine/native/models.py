@@ -1,10 +1,14 @@
 """Native calls on the models of an engine: their components, passes, steps, and all other calls."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
+
+import numpy as np
 
 from twinkle.engine import (
     AdapterRef,
@@ -13,8 +17,10 @@ from twinkle.engine import (
     Operation,
     OperationError,
     OperationResult,
+    Progress,
     SavedAdapter,
     Step,
+    StepResult,
 )
 from twinkle.errors import EngineFault, NonFiniteError, TwinkleError, Unsupported
 from twinkle_registry import ComponentSpec
@@ -27,10 +33,11 @@ from twinkle_server.engine.native.rows import batch_of, check_cells, on_host, re
 from twinkle_server.engine.native.state import Named, NativeState, Staged, WithState
 from twinkle_server.engine.native.templates import Templates
 from twinkle_server.engine.queues import Composition
+from twinkle_server.engine.recording import NO_TARGET
 from twinkle_server.operations import EMBEDDING, ModelInfo
 
 Finish = Callable[[OperationResult | OperationError], bytes | Exception]
-"""Returns the result of a call from that of its operation or step."""
+"""Returns the result of a call from that of its operation."""
 _MAX_METRICS: Final = 32
 _MAX_PENDING: Final = 2**22
 """Maximum number of tokens of backward calls between two steps: metrics keep their outputs."""
@@ -38,6 +45,20 @@ _MAX_STATE: Final = 2**26
 """Maximum number of weights of a state that is sent."""
 _PATH_OF_MODEL: Final = re.compile(r"^(model\s+).*(?= \([\d,]+ parameters)", re.MULTILINE)
 _NAME_OF_ADAPTER: Final = re.compile(r"^(adapter\s+)model-\d+: ", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The result of a call that has figures for `recording`.
+
+    Attributes:
+        frame: the result.
+        figures: of an optimizer step: `lr`, `grad_norm`, and `skipped` where the weights stayed; of a `backward`:
+            `loss`, `tokens` and `rows`.
+    """
+
+    frame: bytes
+    figures: Mapping[str, float]
 
 
 class Refs(Protocol):
@@ -71,6 +92,8 @@ class NativeModels:
         folder = engine.describe().tokenizer
         self._templates = Templates(None if folder is None else str(folder), in_process)
         self._graph: str | None = None  # the model whose `forward` has a graph in memory; only one has
+        self._norms: dict[str, float] = {}  # of gradients that were clipped and wait for `step`, by model
+        self._losses_of: dict[str, float] = {}  # last calculated loss of each model, until its `backward`
 
     # Passes
 
@@ -134,7 +157,9 @@ class NativeModels:
 
     # Steps
 
-    def step(self, queue_id: str, payload: bytes) -> tuple[Step, Finish] | bytes:
+    def step(
+        self, queue_id: str, payload: bytes
+    ) -> tuple[Step, Callable[[StepResult | OperationError], bytes | Noted | Exception]] | bytes | Noted:
         """Return the step of a `clip_grad_and_step` and what makes its result, or its result if there is no step."""
         call, state, ref = Call.parse(payload), self._state(queue_id), self._refs.ref(queue_id)
         arguments = dict(call.arguments)
@@ -146,17 +171,20 @@ class NativeModels:
         if progress.pending < progress.gradient_accumulation_steps:
             return success(0.0)
 
-        def finish(outcome: Any) -> bytes | Exception:
+        def finish(outcome: StepResult | OperationError) -> bytes | Noted | Exception:
             state.pending_tokens = 0
             if isinstance(outcome, OperationError):
-                return _failed(outcome.error)
-            return success(float(outcome.grad_norm))
+                skipped = isinstance(outcome.error, NonFiniteError)
+                frame = _failed(outcome.error)
+                return Noted(frame, _step_figures(progress, skipped=True)) if skipped else frame
+            norm = float(outcome.grad_norm)
+            return Noted(success(norm), _step_figures(progress, norm, skipped=not outcome.updated))
 
         return Step(ref, float(arguments.get("max_grad_norm", 1.0))), finish
 
     # Other calls
 
-    def call(self, queue_id: str, payload: bytes) -> bytes:
+    def call(self, queue_id: str, payload: bytes) -> bytes | Noted:
         """Execute a call that runs alone, and return its result.
 
         Raises:
@@ -165,19 +193,28 @@ class NativeModels:
         """
         call = Call.parse(payload)
         state, ref = self._state(queue_id), self._refs.ref(queue_id)
+        context = _Context(queue_id, ref, state, payload)
+        before = self._engine.progress(ref)
         try:
             method = _METHODS.get(call.method)
             if method is None:
                 raise UserError(f"a model has no method {call.method[:80]!r}")
-            return success(method(self, _Context(queue_id, ref, state, payload), writable(dict(call.arguments))))
+            frame = success(method(self, context, writable(dict(call.arguments))))
+            if call.method in _STEPPING and self._engine.progress(ref).updates != before.updates:
+                return Noted(frame, _step_figures(before, self._norms.pop(queue_id, None)))
+            return frame if context.figures is None else Noted(frame, context.figures)
         except EngineFault:
             raise
         except Exception as error:
             if is_passing(error):
                 raise
+            frame = _failed(error)
             if isinstance(error, NonFiniteError):  # gradients and their passes are dropped
                 state.pending_tokens = 0
-            return _failed(error)
+                if call.method in _STEPPING:
+                    self._norms.pop(queue_id, None)
+                    return Noted(frame, _step_figures(before, skipped=True))
+            return frame
 
     def set_component(self, kind: str, context: "_Context", arguments: dict[str, Any]) -> None:
         """Set the optimizer, scheduler or processor of a model."""
@@ -253,6 +290,8 @@ class NativeModels:
         if staged is not None:
             staged.losses.append(context.payload)
             del staged.losses[:-1]
+        if state.training:
+            self._losses_of[context.queue_id] = loss
         return loss
 
     def backward(self, context: "_Context", arguments: dict[str, Any]) -> None:
@@ -260,9 +299,11 @@ class NativeModels:
         state = context.state
         if state.forward is not None:
             self._recover_graph(context.queue_id, context.ref, state, losses=True)
-            state.pending_tokens += sum(len(r["input_ids"]) for r in self._rows_of(state, state.forward.payload))
+            rows = self._rows_of(state, state.forward.payload)
+            state.pending_tokens += sum(len(row["input_ids"]) for row in rows)
         self._of_model("backward", context.ref)
         if state.forward is not None:
+            context.figures = _backward_figures(rows, self._losses_of.pop(context.queue_id, None))
             state.embeds |= Call.parse(state.forward.payload).arguments.get("task") == EMBEDDING
         state.forward, self._graph = None, None
 
@@ -272,7 +313,10 @@ class NativeModels:
         value = self._of_model(name, context.ref, **arguments)
         if self._engine.progress(context.ref).updates != before:
             context.state.pending_tokens = 0
-        return float(value) if name == "clip_grad_norm" else None
+        if name != "clip_grad_norm":
+            return None
+        self._norms[context.queue_id] = float(value)
+        return float(value)
 
     def clip_grad_and_step(self, context: "_Context", arguments: dict[str, Any]) -> float:
         """Step one model alone, and return the norm of its gradient."""
@@ -281,6 +325,7 @@ class NativeModels:
         [norm] = model.clip_grad_and_step(**arguments, adapter_name=names)
         if not self._engine.progress(context.ref).pending:
             context.state.pending_tokens = 0
+        self._norms[context.queue_id] = float(norm)
         return float(norm)
 
     def calculate_metric(self, context: "_Context", arguments: dict[str, Any]) -> dict[str, float]:
@@ -410,7 +455,8 @@ class NativeModels:
 
     def forget(self, queue_id: str) -> None:
         """Forget a removed model."""
-        self._states.pop(queue_id, None)
+        for kept in (self._states, self._norms, self._losses_of):
+            kept.pop(queue_id, None)
         if self._graph == queue_id:
             self._graph = None
 
@@ -506,12 +552,14 @@ class _Context:
         ref: its adapter.
         state: its state.
         payload: of the call.
+        figures: see `Noted`; set by a method that has some.
     """
 
-    __slots__ = ("payload", "queue_id", "ref", "state")
+    __slots__ = ("figures", "payload", "queue_id", "ref", "state")
 
     def __init__(self, queue_id: str, ref: AdapterRef, state: NativeState, payload: bytes) -> None:
         self.queue_id, self.ref, self.state, self.payload = queue_id, ref, state, payload
+        self.figures: Mapping[str, float] | None = None
 
 
 _Method = Callable[[NativeModels, _Context, dict[str, Any]], Any]
@@ -546,6 +594,34 @@ _METHODS: Final[Mapping[str, _Method]] = {
     "step": _plain("step"),
     "zero_grad": _plain("zero_grad"),
 }
+
+
+_STEPPING: Final = frozenset({"clip_grad_and_step", "clip_grad_norm", "step"})
+"""Methods that may end an optimizer step."""
+
+
+def _step_figures(before: Progress, norm: float | None = None, *, skipped: bool = False) -> dict[str, float]:
+    """Return the figures of an optimizer step.
+
+    Args:
+        before: progress of the model before it; a scheduler changes the learning rate after a step.
+        norm: of its gradient, if it was measured.
+        skipped: whether the gradient was dropped instead of applied.
+    """
+    figures = {"lr": float(before.learning_rates[0])} if before.learning_rates else {}
+    if norm is not None:
+        figures["grad_norm"] = norm
+    return figures | ({"skipped": 1.0} if skipped else {})
+
+
+def _backward_figures(rows: Sequence[Mapping[str, Any]], loss: float | None) -> dict[str, float]:
+    """Return the figures of a `backward`: the loss was calculated per trained token, and figures are sums."""
+    labels = [row["labels"] for row in rows if row.get("labels") is not None]
+    tokens = sum(int((np.asarray(array) != NO_TARGET).sum()) for array in labels)
+    figures: dict[str, float] = {"tokens": tokens, "rows": len(rows)}
+    if loss is not None and tokens and math.isfinite(loss):
+        figures["loss"] = loss * tokens
+    return figures
 
 
 def _options_of(arguments: dict[str, Any]) -> dict[str, Any]:
