@@ -11,6 +11,7 @@ from peft import LoraConfig
 from twinkle.data_format import LossOutput, SamplingParams
 from twinkle.errors import ArgumentError, ComponentTypeError, TrainingStateError, Unsupported
 from twinkle.model import TransformersModel
+from twinkle.platform import Platform
 from twinkle.processor import InputProcessor
 from twinkle.sampler import BaseSamplerEngine, TorchSampler, TorchSamplerEngine
 from twinkle.testing import tiny_config, tiny_model
@@ -138,3 +139,24 @@ def test_an_engine_serves_concurrent_callers(tiny: Path) -> None:
         asyncio.run(engine.sample([1], {}, images=["picture"]))
     with pytest.raises(Unsupported, match="has no sleep"):
         asyncio.run(engine.sleep())
+
+
+def test_options_of_from_pretrained_are_met_or_refused_with_the_remedy(tiny: Path) -> None:
+    model = TransformersModel(
+        model_id=str(tiny), torch_dtype=torch.float32, low_cpu_mem_usage=True, device_map=Platform.get_local_device(), cache_dir=None,
+        local_files_only=True, ignore_mismatched_sizes=False, revision=None, token=None,
+    )  # fmt: skip
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.float32}
+    sampler = TorchSampler(str(tiny), torch_dtype="bfloat16", revision=None, low_cpu_mem_usage=True)
+    assert next(sampler._source.module.parameters()).dtype == torch.bfloat16
+    for option, value, remedy in (
+        ("device_map", "auto", "device_mesh"),
+        ("cache_dir", "models", "HF_HOME"),
+        ("ignore_mismatched_sizes", True, "num_labels"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{option}=.*{remedy}"):
+            TransformersModel(model_id=str(tiny), **{option: value})
+    with pytest.raises(ArgumentError, match="HF_HUB_OFFLINE=1"):
+        TransformersModel(model_id="hf://owner/name", local_files_only=True)
+    with pytest.raises(ArgumentError, match="two names of one argument"):
+        TransformersModel(model_id=str(tiny), dtype="float32", torch_dtype="bfloat16")

@@ -17,7 +17,7 @@ from twinkle.platform import Platform
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import PRECISION, OptimizerGroup, check_model_id, check_model_options, new_group
-from twinkle_transformers.loading import dtype_of, load_model
+from twinkle_transformers.loading import dtype_of, given_dtype, load_model
 from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.memory import Recompute
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
@@ -67,6 +67,7 @@ class LoadedModel:
         enable_router_replay: bool = False,
         **kwargs: Any,
     ) -> None:
+        dtype = given_dtype(dtype, kwargs)
         if mixed_precision == "auto":
             half = dtype is not None and dtype_of(dtype) != torch.float32
             # weights of a half type are never trained as they are unless that is asked for

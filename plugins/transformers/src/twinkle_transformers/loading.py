@@ -14,7 +14,9 @@ from twinkle.digests import FILE as DIGESTS
 from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, ModelLoadError, RequirementMissing
 from twinkle.hub import local_model
+from twinkle.hub.local import alias_of, scheme_of
 from twinkle.hub.quiet import quiet_transformers
+from twinkle.platform import Platform
 from twinkle_transformers.value_heads import settle_head
 
 _INDEX = "model.safetensors.index.json"
@@ -80,6 +82,8 @@ _DTYPES = {
 }  # fmt: skip
 _HUB_OPTIONS = ("revision", "token")
 _OPTIONS = ("attn_implementation", "experts_implementation", "key_mapping", "quantization_config", "use_kernels")
+_SETTLED = ("low_cpu_mem_usage", "device_map", "cache_dir", "local_files_only", "ignore_mismatched_sizes")
+"""Options of `from_pretrained` that only have the values that are true here; see `_check_settled`."""
 _SHOWN = 5
 
 
@@ -109,7 +113,8 @@ def load_model(
         skeleton: build the model without weights, on the meta device and in this dtype; another rank sends the weights.
         other_arguments: names of the caller's arguments, which the error about an unknown argument may suggest.
         **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
-            `revision` and `token` go to the hub.
+            `revision` and `token` go to the hub, `torch_dtype` is `dtype`, and other options of `from_pretrained` may
+            have the values that are true here.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt; its architecture is unknown; weights that the
@@ -117,13 +122,14 @@ def load_model(
         ArgumentError: an option is unknown, or `dtype` or `model_cls` is invalid.
         RequirementMissing: an option needs a package that is not installed.
     """
-    wanted = dtype_of(dtype)
+    wanted = dtype_of(given_dtype(dtype, from_pretrained_kwargs) or "auto")
+    _check_settled(from_pretrained_kwargs, model_id)
     if model_id is None:
         return _with_random_weights(
             model_cls, config, wanted, device, trust_remote_code, from_pretrained_kwargs, other_arguments, skeleton
         ), None
     hub = {name: from_pretrained_kwargs.pop(name) for name in _HUB_OPTIONS if name in from_pretrained_kwargs}
-    folder = local_model(model_id, **hub)
+    folder = local_model(model_id, **{name: value for name, value in hub.items() if value is not None})
     check_weights(folder)
     _check_files(folder)
     with quiet_transformers():
@@ -168,6 +174,52 @@ def _check_files(folder: Path) -> None:
         check_digests(folder, [path.name for path in folder.iterdir()])  # removed files are not checked
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
+
+
+def given_dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
+    """Return `dtype`, or `torch_dtype` of the keywords, which is removed: transformers has both names.
+
+    Raises:
+        ArgumentError: they are two different types.
+    """
+    other = kwargs.pop("torch_dtype", None)
+    if other is None:
+        return dtype
+    if dtype not in (None, "auto") and dtype_of(dtype) != dtype_of(other):
+        raise ArgumentError(f"dtype={dtype!r} and torch_dtype={other!r} are two names of one argument; give one")
+    return other
+
+
+def _check_settled(given: dict[str, Any], model_id: str | Path | None) -> None:
+    """Remove options of `from_pretrained` that have no other values here; None and False are no requests.
+
+    Raises:
+        ArgumentError: one has a value that cannot be met; the error has the remedy.
+    """
+    asked = {name: given.pop(name) for name in _SETTLED if name in given}
+    asked = {name: value for name, value in asked.items() if value not in (None, False)}
+    asked.pop("low_cpu_mem_usage", None)  # weights are always read one by one
+    remedies = {
+        "device_map": "the model is on this process's device, and a device_mesh distributes it; leave it out",
+        "cache_dir": "models are in the cache of their hub; set HF_HOME or MODELSCOPE_CACHE to move it",
+        "local_files_only": f"{str(model_id)!r} is at a hub; set HF_HUB_OFFLINE=1 to use only what was downloaded",
+        "ignore_mismatched_sizes": "weights of another shape would be replaced by random ones. A head of another size "
+        "is accepted without it (num_labels=)",
+    }
+    if _is_local(model_id):
+        asked.pop("local_files_only", None)
+    device = Platform.get_local_device()
+    if str(asked.get("device_map")) in (device, device.partition(":")[0]):
+        asked.pop("device_map")
+    for name, value in asked.items():
+        raise ArgumentError(f"{name}={value!r}: {remedies[name]}")
+
+
+def _is_local(model_id: str | Path | None) -> bool:
+    if model_id is None:
+        return True
+    place = alias_of(str(model_id))
+    return scheme_of(place) is None and Path(place).expanduser().exists()
 
 
 def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
