@@ -245,12 +245,9 @@ for batch in DataLoader(prompts, batch_size=2):
     sampled = sampler.sample(inputs=batch, sampling_params=SamplingParams(max_tokens=4, num_samples=2))
     policy.forward_backward(inputs=sampled, advantages=[1.0, -1.0, 1.0, -1.0])
     policy.step()
-    policy.zero_grad()
 print("steps", policy.calculate_metric(is_training=True)["iters"])
 """
-"""The published loop with a sampler; the data, the loss and `zero_grad` are what it leaves out.
-
-Without `zero_grad`, the gradients of all steps would be added up; our model refuses that."""
+"""The published loop with a sampler; the data and the loss are what it leaves out."""
 
 
 def published(text: str, service: Served, folder: Path) -> Path:

@@ -23,6 +23,7 @@ from twinkle.errors import (
 from twinkle.loss import Loss
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.pool.multi import MultiLoraTransformersModel
 
 ROWS: list[Any] = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 7, 8, 9, -100]},
@@ -381,13 +382,30 @@ def test_calls_in_an_impossible_order_are_named(model: TransformersModel) -> Non
     model.calculate_loss()
     model.backward()
     model.clip_grad_norm()
-    with pytest.raises(TrainingStateError, match=r"call step\(\) and zero_grad\(\) first"):
+    with pytest.raises(TrainingStateError, match=r"call step\(\) first, or zero_grad\(\) to drop them"):
         model.forward_backward(inputs=ROWS)
     model.step()
     with pytest.raises(TrainingStateError, match="already made"):
         model.step()
-    with pytest.raises(TrainingStateError, match=r"call zero_grad\(\) first"):
-        model.forward_backward(inputs=ROWS)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", [TransformersModel, MultiLoraTransformersModel])
+def test_a_step_uses_each_gradient_once_also_without_zero_grad(folder: Path, kind: Any, accumulation: int) -> None:
+    """The published loop calls `step()` alone; it trains as one with `zero_grad()`."""
+    states, own = [], {"adapter_name": "a"}
+    for clears in (True, False):
+        model = kind(model_id=str(folder), mixed_precision="no")
+        model.add_adapter_to_model("a", {"r": 4, "target_modules": "all-linear"}, seed=1)
+        model.set_optimizer("AdamW", lr=1e-2, **own)
+        for number in range(4):
+            model.forward_backward(inputs=ROWS[number % 2 :], **own)
+            model.step(gradient_accumulation_steps=accumulation, **own)
+            if clears:
+                model.zero_grad(**own)
+        assert model.calculate_metric(is_training=True, **own)["iters"] == 4 // accumulation
+        states.append(model.get_state_dict(**own))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_a_scheduler_needs_an_optimizer_first(folder: Path) -> None:

@@ -190,6 +190,8 @@ class FullModel:
     def _unchanged_on_error(self, training: bool) -> Iterator[None]:
         """Put gradients aside while an operation runs, and add its own to them if it succeeds."""
         group = self.group
+        if training and group.stepped:  # a new accumulation begins
+            group.clear_gradients()
         if not training or group.divided:  # the call is refused before it changes anything
             yield
             return

@@ -139,16 +139,17 @@ class OptimizerGroup:
         return self.pending >= (1 if flush else self.gradient_accumulation_steps)
 
     def begin_backward(self) -> None:
-        """Check that gradients may be added.
+        """Begin a new accumulation if a step has used the gradients, so that no gradient is used twice.
 
         Raises:
-            TrainingStateError: the gradients of the last update, which were divided already, were not cleared.
+            TrainingStateError: the gradients were divided by `clip_grad_norm`, and no step has used them.
         """
-        if self.divided:
-            done = "step() and zero_grad()" if not self.stepped else "zero_grad()"
+        if self.stepped:
+            self.clear_gradients()
+        elif self.divided:
             raise TrainingStateError(
-                f"adapter {self.adapter_name!r}: cannot call backward after clip_grad_norm() or step() before the old "
-                f"gradients are cleared; call {done} first (clip_grad_and_step() makes all these calls)"
+                f"adapter {self.adapter_name!r}: cannot call backward after clip_grad_norm(), which has divided the "
+                "gradients; call step() first, or zero_grad() to drop them (clip_grad_and_step() makes all these calls)"
             )
 
     def drop_passes(self) -> None:

@@ -59,7 +59,7 @@ def step_group(
             f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first"
         )
     if group.stepped:
-        raise TrainingStateError("step: this step was already made; call zero_grad() before the next backward")
+        raise TrainingStateError("step: this step was already made; call backward first")
     if not group.due(flush):
         return
     if not group.measured:

@@ -57,6 +57,7 @@ class TwinkleClient:
         self._interval = session_heartbeat_interval
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
+        self._saves: dict[str, int] = {}
         self._heartbeats: Heartbeats | None = None
         self.session_id = ""
         self._record_rollouts = record_rollouts
@@ -85,6 +86,16 @@ class TwinkleClient:
             number = self._numbers.get(kind, 0)
             self._numbers[kind] = number + 1
             return number
+
+    def note_save(self, path: str) -> None:
+        """Record that a checkpoint was saved, which may replace one of the same path."""
+        with self._lock:
+            self._saves[_one_scheme(path)] = self._saves.get(_one_scheme(path), 0) + 1
+
+    def saves_of(self, path: str) -> int:
+        """Return how often this client has saved a checkpoint of a path; samplers then read it again."""
+        with self._lock:
+            return self._saves.get(_one_scheme(path), 0)
 
     # Session
 
@@ -274,6 +285,10 @@ def _check_own(all_users: bool) -> None:
         from twinkle.errors import Unsupported
 
         raise Unsupported("all_users=True: a key sees its own training runs only; leave it out")
+
+
+def _one_scheme(path: str) -> str:
+    return path.replace("tinker://", "twinkle://", 1)
 
 
 def _part(text: str) -> str:

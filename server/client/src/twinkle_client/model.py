@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from twinkle_client import types
 
 T = TypeVar("T")
+_SYNCED = "synced-to-sampler"
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs", "disable_lora")
 
 
@@ -464,12 +465,42 @@ class MultiLoraTransformersModel:
             body["user_metadata"] = {key: str(value) for key, value in user_metadata.items()}
         saved = yield from adapter.queue.call("save", body)
         path = saved["path"].replace("tinker://", "twinkle://", 1)
+        self.client.note_save(path)
         begun: dict[str, Any] = {}
         if push_to_hub is not None:
             begun = yield from upload(self.client.connection, path, push_to_hub, hub_token, wait=False)
         return types.SaveResponse(twinkle_path=path, checkpoint_dir=path, upload_id=begun.get("request_id"))
 
     save, save_async = twins(_save)
+
+    def sync_sampler(self, sampler: Any, adapter_name: str | None = None) -> str:
+        """Make a sampler of the same service use the present weights of an adapter, until the next sync.
+
+        `CheckpointEngineManager(model, sampler).sync_weights()` calls this. The weights stay on the service: the
+        adapter is saved for sampling under one name, which the next sync replaces, and `sampler.sample` without
+        `adapter_uri` then uses this checkpoint.
+
+        Args:
+            sampler: of `twinkle_client.sampler`.
+            adapter_name: the adapter.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            ArgumentError: the sampler is not one of this service.
+        """
+        follow = getattr(sampler, "follow_checkpoint", None)
+        connection = getattr(getattr(sampler, "client", None), "connection", None)
+        if follow is None or connection is None or connection.base_url != self.client.connection.base_url:
+            raise ArgumentError(
+                f"sync_sampler: the sampler must be one of {self.client.connection.base_url}, such as "
+                f"twinkle_client.sampler.vLLMSampler, got {sampler!r}"
+            )
+        saved = self.save(_SYNCED, is_sampler=True, adapter_name=adapter_name)
+        path = str(saved)
+        follow(path)
+        return path
 
     def _load(
         self, name: Any, output_dir: None = None, *, adapter_name: str | None = None, load_optimizer: bool = False

@@ -7,11 +7,13 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle.errors import ArgumentError, Unsupported
+from twinkle.logging import get_logger
 from twinkle_client.calls import Call, twins
 from twinkle_client.client import TwinkleClient, current_client
 from twinkle_client.errors import ConnectionFailed, error_of
 from twinkle_client.http import value_of
 from twinkle_client.model import _bare
+from twinkle_client.naming import component_for
 from twinkle_client.queues import WaitLog, outcome_of
 from twinkle_client.rows import continued_row, rows_of, sendable_prompt
 
@@ -27,20 +29,40 @@ class vLLMSampler:
 
     Args:
         model_id: name of the served model; None is the one it serves.
+        engine_args: options of a local sampler. They have no effect, and a note in the log says so: the operator of the
+            service chooses them.
         client: by default that of the last `init_twinkle_client`.
         **kwargs: none; options of the sampler are those of the service.
+
+    Raises:
+        ArgumentError: an argument is unknown.
     """
 
-    def __init__(self, model_id: str | None = None, *, client: TwinkleClient | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model_id: str | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+        *,
+        client: TwinkleClient | None = None,
+        **kwargs: Any,
+    ) -> None:
         if kwargs:
             raise ArgumentError(
                 f"{type(self).__name__}: {sorted(kwargs)[0]!r} is an option of the service that holds the model; leave "
                 "it out"
             )
+        if engine_args is not None and not isinstance(engine_args, Mapping):
+            raise ArgumentError(f"engine_args must be a mapping or None, got a {type(engine_args).__name__}")
+        if engine_args:
+            get_logger().info(
+                "%s: engine_args (%s) have no effect, the operator of the service chooses them",
+                type(self).__name__, ", ".join(map(str, engine_args)),
+            )  # fmt: skip
         self.model_id = model_id
         self.client = client or current_client()
         self._lock = threading.Lock()
-        self._samplers: dict[str | None, str] = {}
+        self._samplers: dict[str | None, tuple[int, str]] = {}
+        self._followed: str | None = None
         self._numbers: dict[str, int] = {}
         self._template: tuple[str, dict[str, Any]] | None = None
 
@@ -58,9 +80,17 @@ class vLLMSampler:
         own = _bare(kwargs.pop("model_id", None))
         if own not in (None, _bare(self.model_id)):
             raise ArgumentError(f"set_template: model_id must be that of the sampler, {self.model_id!r}, got {own!r}")
-        if not isinstance(template_cls, str):
-            raise ArgumentError(f"set_template: give the name of a component, got a {type(template_cls).__name__}")
-        self._template = template_cls, kwargs
+        self._template = component_for("set_template", template_cls, kwargs)
+
+    def follow_checkpoint(self, adapter_uri: Any) -> None:
+        """Use a checkpoint in all calls without `adapter_uri`; None is the base model.
+
+        `CheckpointEngineManager(model, sampler).sync_weights()` calls this with the present weights of the model.
+        """
+        self._followed = None if adapter_uri is None else str(adapter_uri)
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: the service keeps what it computed of prompts apart for all weights, so that none is stale."""
 
     def add_adapter_to_sampler(self, adapter_name: str, config: Any) -> None:
         """Refuse: adapters are sampled by the path of a checkpoint."""
@@ -77,6 +107,8 @@ class vLLMSampler:
         adapter_name: str = "",
         adapter_uri: Any = None,
         num_samples: int | None = None,
+        *,
+        use_base_model: bool = False,
     ) -> Call[list["types.SampleResponseModel"]]:
         """Return one response for each input, in order, with `num_samples` sequences each.
 
@@ -87,8 +119,10 @@ class vLLMSampler:
             inputs: conversations (`messages`, ...), encoded with a generation prompt, or rows with `input_ids`.
             sampling_params: `twinkle.data_format.SamplingParams`, or a mapping of its fields.
             adapter_name: "": an adapter is given by `adapter_uri`.
-            adapter_uri: path of a checkpoint that was saved with `is_sampler=True`; None is the base model.
+            adapter_uri: path of a checkpoint; None is that of the last sync, and without one the base model. If this
+                client has saved another checkpoint under the same path, that is used.
             num_samples: overrides that of `sampling_params`.
+            use_base_model: sample the base model, also after a sync.
 
         Raises:
             ArgumentError: an argument has no effect on a service.
@@ -98,8 +132,9 @@ class vLLMSampler:
         from twinkle_client import types
 
         _check_adapter(adapter_name)
+        uri = self._weights(adapter_uri, use_base_model)
         prompts = rows_of(inputs)
-        sampler, body = yield from self._stream_body(prompts, sampling_params, adapter_uri, num_samples)
+        sampler, body = yield from self._stream_body(prompts, sampling_params, uri, num_samples)
         body["seq_id"] = self._numbered(sampler, len(prompts))
         log = WaitLog("sample")
         while True:
@@ -119,7 +154,13 @@ class vLLMSampler:
     sample, sample_async = twins(_sample)
 
     def sample_stream(
-        self, inputs: Any, sampling_params: Any = None, adapter_uri: Any = None, num_samples: int | None = None
+        self,
+        inputs: Any,
+        sampling_params: Any = None,
+        adapter_uri: Any = None,
+        num_samples: int | None = None,
+        *,
+        use_base_model: bool = False,
     ) -> Iterator["types.SampleDelta"]:
         """Yield tokens while they are sampled; closing the iterator, or leaving its loop, cancels the rest.
 
@@ -131,7 +172,8 @@ class vLLMSampler:
             RequestRefused: an input or a parameter is invalid.
             OperationFailed: the service could not sample.
         """
-        sampler, body = self.run(self._stream_body(inputs, sampling_params, adapter_uri, num_samples))
+        uri = self._weights(adapter_uri, use_base_model)
+        sampler, body = self.run(self._stream_body(inputs, sampling_params, uri, num_samples))
         ended = False
         with contextlib.closing(self.client.connection.events(f"/samplers/{sampler}/stream", body)) as events:  # type: ignore[type-var]
             for event in events:
@@ -142,10 +184,17 @@ class vLLMSampler:
         _check_end(ended)
 
     async def sample_stream_async(
-        self, inputs: Any, sampling_params: Any = None, adapter_uri: Any = None, num_samples: int | None = None
+        self,
+        inputs: Any,
+        sampling_params: Any = None,
+        adapter_uri: Any = None,
+        num_samples: int | None = None,
+        *,
+        use_base_model: bool = False,
     ) -> AsyncIterator["types.SampleDelta"]:
         """As `sample_stream`, as an asynchronous generator; `aclose()` cancels the rest."""
-        sampler, body = await self.run_async(self._stream_body(inputs, sampling_params, adapter_uri, num_samples))
+        uri = self._weights(adapter_uri, use_base_model)
+        sampler, body = await self.run_async(self._stream_body(inputs, sampling_params, uri, num_samples))
         ended = False
         events: Any = self.client.connection.events_async(f"/samplers/{sampler}/stream", body)
         async with contextlib.aclosing(events):
@@ -156,27 +205,44 @@ class vLLMSampler:
                 yield delta
         _check_end(ended)
 
+    def _weights(self, adapter_uri: Any, use_base_model: bool) -> str | None:
+        """Return the path of the checkpoint of a call; None for the base model.
+
+        Raises:
+            ArgumentError: a checkpoint and the base model are requested.
+        """
+        if use_base_model and adapter_uri is not None:
+            raise ArgumentError("adapter_uri= and use_base_model=True exclude each other; leave one of them out")
+        if use_base_model:
+            return None
+        return self._followed if adapter_uri is None else str(adapter_uri)
+
     def _stream_body(
-        self, inputs: Any, sampling_params: Any, adapter_uri: Any, num_samples: int | None
+        self, inputs: Any, sampling_params: Any, uri: str | None, num_samples: int | None
     ) -> Call[tuple[str, dict[str, Any]]]:
         """Return the sampling session and the body of a request without its number."""
         options = _options_of(sampling_params)
         if num_samples is not None:
             options["num_samples"] = num_samples
         rows = [sendable_prompt(row) for row in rows_of(inputs)]
-        sampler = yield from self._sampler(None if adapter_uri is None else str(adapter_uri))
+        sampler = yield from self._sampler(uri)
         body: dict[str, Any] = {"inputs": rows, "options": options}
         if self._template is not None:
             body["template"], body["template_options"] = self._template
         return sampler, body
 
     def _sampler(self, uri: str | None) -> Call[str]:
-        """Return the sampling session of a checkpoint, which is created at its first use."""
+        """Return the sampling session of a checkpoint, which is created at its first use.
+
+        A sampling session keeps the weights with which it was created; a checkpoint that this client has saved again
+        under the same path gets a new one.
+        """
+        client = self.client
+        saves = 0 if uri is None else client.saves_of(uri)
         with self._lock:
             known = self._samplers.get(uri)
-        if known is not None:
-            return known
-        client = self.client
+        if known is not None and known[0] == saves:
+            return known[1]
         body = {
             "session_id": client.session_id,
             "sampler_seq_id": client.next_number("sampler"),
@@ -185,7 +251,10 @@ class vLLMSampler:
         }
         created: str = (yield from client.connection.request("POST", "/samplers", body))["sampler_id"]
         with self._lock:
-            return self._samplers.setdefault(uri, created)
+            known = self._samplers.get(uri)
+            if known is None or known[0] < saves:
+                self._samplers[uri] = known = saves, created
+            return known[1]
 
     def _numbered(self, sampler: str, count: int) -> int:
         with self._lock:
@@ -228,9 +297,16 @@ def _options_of(params: Any) -> dict[str, Any]:
     if params is None:
         return {}
     if isinstance(params, Mapping):
-        return dict(params)
-    if not is_dataclass(params):
+        values = dict(params)
+        if "max_new_tokens" in values:
+            alias = values.pop("max_new_tokens")
+            if values.setdefault("max_tokens", alias) != alias:
+                raise ArgumentError("sampling_params: max_tokens and max_new_tokens are given and differ; give one")
+    elif is_dataclass(params):
+        given = {entry.name: getattr(params, entry.name) for entry in fields(params)}
+        values = {entry.name: given[entry.name] for entry in fields(params) if given[entry.name] != entry.default}
+    else:
         raise ArgumentError(f"sampling_params must be SamplingParams or a mapping, got a {type(params).__name__}")
-    values = {entry.name: getattr(params, entry.name) for entry in fields(params)}
-    changed = {entry.name for entry in fields(params) if values[entry.name] != entry.default}
-    return {name: list(v) if isinstance(v := values[name], tuple) else v for name in changed}
+    if isinstance(bias := values.get("logit_bias"), Mapping):
+        values["logit_bias"] = {str(token): value for token, value in bias.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -18,7 +18,8 @@ class CheckpointEngineManager:
 
     The model must have `send_weights` and `get_peft_config_dict`; the sampler must have `receive_weights`,
     `get_state_keys` and `count_base_writes`; both must have the methods of `CheckpointEngineMixin`. A sampler that can
-    share the module of a live model has `shares_weights(model)` and `publish_adapter(adapter_name)`.
+    share the module of a live model has `shares_weights(model)` and `publish_adapter(adapter_name)`. Instead of all
+    these, a model whose weights do not pass through this process has `sync_sampler(sampler, adapter_name)`.
     """
 
     def __init__(self, model: Any, sampler: Any, platform: str = "GPU", *, engine: Any = None) -> None:
@@ -36,8 +37,9 @@ class CheckpointEngineManager:
             MeshError: the platform is unknown.
         """
         Platform.get(platform)
+        elsewhere = hasattr(model, "sync_sampler")
         for what, value, method in (("model", model, "send_weights"), ("sampler", sampler, "receive_weights")):
-            if not hasattr(value, method):
+            if not elsewhere and not hasattr(value, method):
                 raise ArgumentError(
                     f"CheckpointEngineManager: {what} is a {type(value).__name__}, which has no {method}; give a "
                     f"{what} such as {'TransformersModel' if what == 'model' else 'TorchSampler'}"
@@ -54,7 +56,8 @@ class CheckpointEngineManager:
         `merge_and_sync=False`) the base once and then only the adapter, which becomes the default adapter of its rows.
         A model without adapter sends all weights. The model is never written, and the sampler only after all weights
         have arrived and been checked. A sampler that shares the model's module publishes the present adapter,
-        independent of `merge_and_sync`; the shared base is not changed.
+        independent of `merge_and_sync`; the shared base is not changed. So does the model of a service: weights stay
+        there, and the sampler uses a checkpoint of the adapter.
 
         Args:
             merge_and_sync: merge the adapter into the weights that are sent.
@@ -64,6 +67,10 @@ class CheckpointEngineManager:
             ArgumentError: names, shapes or dtypes differ, or the model does not have the adapter.
             Unsupported: the adapter cannot be merged, or cannot be sent alone; the message says what to do.
         """
+        sync = getattr(self.model, "sync_sampler", None)
+        if sync is not None:
+            sync(self.sampler, adapter_name)
+            return
         shares = getattr(self.sampler, "shares_weights", None)
         if shares is not None and shares(self.model):
             self.sampler.publish_adapter(adapter_name)

@@ -19,8 +19,9 @@ class TwinkleModel(ABC):
     Every method takes `adapter_name=`; the default is the adapter that was added last (or the full model, whose name is
     `""`). An unknown keyword is an error. With `gradient_accumulation_steps=k` the methods `clip_grad_norm`, `step`,
     `zero_grad` and `lr_step` act at backward k, 2k, 3k, ... and do nothing in between; with `flush=True` they also act
-    on an incomplete accumulation. Gradients are divided once, at the step, by the sum of the losses' denominators over
-    all ranks, micro-batches and accumulation steps, whether or not they are clipped.
+    on an incomplete accumulation. The first backward after a step begins without gradients. Gradients are divided once,
+    at the step, by the sum of the losses' denominators over all ranks, micro-batches and accumulation steps, whether or
+    not they are clipped.
 
     Attributes:
         default_metrics: components of kind `metric` that every adapter has from the start.
