@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,16 @@ def entries(groups: list[dict[str, Any]]) -> Iterator[Entry]:
             yield Entry(group["module"], name, None, tuple(fields), group)
 
 
-def compare(entry: Entry) -> Finding:
-    """Compare one entry with what we have."""
+def compare(entry: Entry, passed_to: Mapping[str, list[str]] | None = None) -> Finding:
+    """Compare one entry with what we have.
+
+    Args:
+        entry: the entry.
+        passed_to: by the key of an entry, the functions (`module:name`) to which it passes its keyword arguments.
+
+    Raises:
+        NotExplained: an entry passes its keyword arguments to a function that does not exist.
+    """
     found = _find(entry)
     if entry.group.get("later"):
         return Finding(entry, _LATER if found is None else "different", "exists already: remove `later` of its group")
@@ -92,7 +100,9 @@ def compare(entry: Entry) -> Finding:
         return Finding(entry, "different", f"has no {', '.join(missing)}") if missing else Finding(entry, _SAME)
     if entry.signature is None or entry.signature.endswith("(...)"):
         return Finding(entry, _SAME)
-    text = "; ".join(_differences(entry.signature, inspect.signature(found)))
+    text = "; ".join(
+        _differences(entry.signature, inspect.signature(found), _names_of((passed_to or {}).get(entry.key, [])))
+    )
     return Finding(entry, "different" if text else _SAME, text)
 
 
@@ -118,15 +128,34 @@ def _fields(found: Any) -> set[str]:
     return set(getattr(found, "model_fields", None) or getattr(found, "__annotations__", ()))
 
 
-def _differences(published: str, ours: inspect.Signature) -> Iterator[str]:
-    """Yield what a published call could not do, or would do differently."""
+def _names_of(functions: Iterable[str]) -> set[str]:
+    """Return the names of all parameters of functions that are given as `module:name`."""
+    names = set()
+    for key in functions:
+        module, _, name = key.partition(":")
+        found = _find(Entry(module, name, None, None, {}))
+        if found is None:
+            raise NotExplained(f"docs/published-api.toml: there is no {key}, to which keyword arguments are passed")
+        names |= inspect.signature(found).parameters.keys()
+    return names
+
+
+def _differences(published: str, ours: inspect.Signature, passed_on: Collection[str] = ()) -> Iterator[str]:
+    """Yield what a published call could not do, or would do differently.
+
+    Args:
+        published: the published signature.
+        ours: our signature.
+        passed_on: keyword arguments that it passes on to a function that takes them.
+    """
     have = {name: p for name, p in ours.parameters.items() if name not in ("self", "cls")}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in have.values())
     places = [name for name, p in have.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for place, (name, default, positional) in enumerate(_parameters(published)):
         parameter = have.get(name)
         if parameter is None:
-            yield f"`{name}` is {'read from the keyword arguments' if open_ended else 'not accepted'}"
+            passed = open_ended and name in passed_on
+            yield f"`{name}` is {'read from the keyword arguments' if passed else 'not accepted'}"
             continue
         if positional and name not in places:
             yield f"`{name}` must be given by keyword"
@@ -167,7 +196,7 @@ def page() -> str:
         NotExplained: a difference has no explanation, or an explanation no difference.
     """
     known = data()
-    findings = [compare(entry) for entry in entries(known["group"])]
+    findings = [compare(entry, known["passed_to"]) for entry in entries(known["group"])]
     check(findings, known["differences"], known["absent"])
     reasons = known["differences"] | known["absent"]
     counts = {state: sum(f.state == state for f in findings) for state in ("same", "different", "absent", "later")}

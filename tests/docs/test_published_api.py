@@ -29,7 +29,7 @@ def test_the_page_is_what_the_generator_writes(published: Any) -> None:
 
 def test_every_difference_is_explained_and_no_explanation_is_stale(published: Any) -> None:
     known = published.data()
-    findings = [published.compare(entry) for entry in published.entries(known["group"])]
+    findings = [published.compare(entry, known["passed_to"]) for entry in published.entries(known["group"])]
     published.check(findings, known["differences"], known["absent"])
     assert len(findings) > 500
     assert len({finding.entry.key for finding in findings}) == len(findings), "an entry is listed twice"
@@ -70,9 +70,13 @@ def test_what_a_published_call_could_not_do_is_named(published: Any, text: str, 
 def test_arguments_that_end_in_keywords_are_told_apart(published: Any) -> None:
     def ours(a: int, **kwargs: Any) -> None: ...
 
-    assert list(published._differences("f(a, b=1)", inspect.signature(ours))) == [
-        "`b` is read from the keyword arguments"
-    ]
+    signature = inspect.signature(ours)
+    assert list(published._differences("f(a, b=1)", signature)) == ["`b` is not accepted"]
+    assert list(published._differences("f(a, b=1)", signature, {"b"})) == ["`b` is read from the keyword arguments"]
+    entry = published.Entry("twinkle.model", "f", "f()", None, {})
+    with pytest.raises(published.NotExplained, match=r"there is no twinkle\.model:NoSuchModel"):
+        published._names_of(["twinkle.model:NoSuchModel"])
+    assert published.compare(entry).state == "absent"
 
 
 def test_a_backend_that_has_come_must_be_compared(published: Any) -> None:

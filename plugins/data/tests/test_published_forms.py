@@ -86,6 +86,18 @@ def test_arguments_that_would_do_nothing_are_named(kind: Any, tmp_path: Path) ->
         kind(memory, sep=";")
 
 
+def test_a_packed_stream_takes_its_template_under_the_published_name() -> None:
+    template = Letters()
+    for arguments in ({"template_cls": template}, {"template_func": template}):
+        rows = IterablePackingDataset(DatasetMeta(data=[{"text": "ab"}]))
+        rows.set_template(**arguments)
+        assert rows.template is template
+        assert [row["input_ids"] for row in rows] == [[97, 98]]
+    for arguments in ({}, {"template_cls": template, "template_func": template}):
+        with pytest.raises(ArgumentError, match="two names of one argument; give one"):
+            rows.set_template(**arguments)
+
+
 # Samplers
 
 

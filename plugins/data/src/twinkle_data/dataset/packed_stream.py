@@ -55,6 +55,25 @@ class IterablePackingDataset(IterableDataset):
         super().__init__(dataset_meta, **kwargs)
 
     @_remote
+    def set_template(self, template_func: Any = None, *, template_cls: Any = None, **kwargs: Any) -> None:
+        """Set the template, see `IterableDataset.set_template`.
+
+        Args:
+            template_func: as there.
+            template_cls: the published name of this argument in this class.
+            **kwargs: as there.
+
+        Raises:
+            ArgumentError: both names are given, or none.
+        """
+        if (template_func is None) == (template_cls is None):
+            raise ArgumentError(
+                "IterablePackingDataset.set_template: template_func and template_cls are two names of one argument; "
+                "give one"
+            )
+        super().set_template(template_cls if template_func is None else template_func, **kwargs)
+
+    @_remote
     def pack_dataset(self) -> None:
         """Record that rows are packed, and encoded before if they are not.
 
