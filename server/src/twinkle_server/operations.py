@@ -371,6 +371,7 @@ class Sample(_Payload):
     count: int = 1
     source: str | None = None
     inflight: str | None = None
+        more: further fields of `twinkle.data_format.SamplingParams`, which replace what follows from the others.
     max_tokens: int | None = None
     seed: int = 0
     stop: list[Any] | None = None
@@ -389,6 +390,7 @@ class Sample(_Payload):
 class Generate(_Payload):
     """A request whose tokens are streamed. It is not written to the log, and ends with the engine.
 
+    more: dict[str, Any] | None = None
     Attributes:
         tokens: of the prompt.
         params: fields of `twinkle.data_format.SamplingParams`.

@@ -188,8 +188,8 @@ def test_sampling(model: MultiLoraTransformersModel, client: TwinkleClient) -> N
     assert isinstance(answer.sequences[0].decoded, str)
     assert answer.prompt_logprobs[0] is None
     assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids)
-    with pytest.raises(RequestRefused, match="repetition_penalty"):
-        sampler.sample(prompts, SamplingParams(repetition_penalty=1.1))
+    with pytest.raises(RequestRefused, match="repetition_penalti"):
+        sampler.sample(prompts, {"repetition_penalti": 1.1})
     with pytest.raises(ArgumentError, match="adapter_uri="):
         sampler.sample(prompts, adapter_name="a")
 

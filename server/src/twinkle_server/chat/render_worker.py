@@ -117,15 +117,22 @@ class Worker:
         try:
             if kind == "grammar":
                 source = llguidance.LLMatcher.grammar_from_lark(value)
+            elif kind == "regex":
+                source = llguidance.LLMatcher.grammar_from_regex(value)
+            elif kind == "choice":
+                texts = " | ".join(json.dumps(text) for text in value)
+                source = llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
             else:
                 schema = {"type": "object"} if kind == "json_object" else value
-                source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+                text = schema if isinstance(schema, str) else json.dumps(schema)
+                source = llguidance.LLMatcher.grammar_from_json_schema(text)
         except ValueError as error:
             raise Refused(f"the JSON schema cannot be read: {error}") from error
         began = time.perf_counter()
         matcher = llguidance.LLMatcher(self._matcher_tokenizer, source, log_level=0)
         if matcher.is_error():
-            raise Refused(f"the schema cannot be used: {' '.join(matcher.get_error().split())[:500]}")
+            what = {"grammar": "grammar", "regex": "regular expression", "choice": "choice"}.get(kind, "schema")
+            raise Refused(f"the {what} cannot be used: {' '.join(matcher.get_error().split())[:500]}")
         if (seconds := time.perf_counter() - began) > COMPILE_SECONDS:
             raise Refused(
                 f"the schema is too complex: it took {seconds:.2f} s to compile, and {COMPILE_SECONDS:g} s are allowed"

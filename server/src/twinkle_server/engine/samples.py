@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from twinkle.data_format import SampledSequence, SampleResponse
+from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
 from twinkle.engine import AdapterSpec, AdapterVersion, Engine, SampleRequest
-from twinkle.errors import CheckpointError, Unsupported
+from twinkle.errors import CheckpointError, TwinkleError, Unsupported
 from twinkle_server.engine.errors import UserError, damaged_checkpoint, public_error
 from twinkle_server.operations import ModelInfo, Sample
 from twinkle_server.wire import codec
@@ -84,9 +84,11 @@ class Samples:
         version = None if source is None else self._versions.take(source)
         try:
             request = self._engine.submit(sample.tokens, params, version)
-        except BaseException:
+        except BaseException as error:
             if source is not None:
                 self._versions.release(source)
+            if isinstance(error, ValueError) and not isinstance(error, TwinkleError):
+                raise UserError(str(error)) from error
             raise
         self._running[key] = _Running(sample, request, targets, source)
 
@@ -215,7 +217,12 @@ def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array 
         "prompt_temperature": 1.0 if scored or targets is not None or sample.alternatives else None,
         "prompt_targets": None if targets is None else _dense(targets).tolist(),
         "prompt_draws": sample.alternatives,
+        **(sample.more or {}),
     }
+    try:
+        SamplingParams.from_dict(params)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     return params, targets
 
 
@@ -361,6 +368,8 @@ def _text(sequence: SampledSequence, sample: Sample) -> SampledText:
         np.asarray([pairs[0][1] for pairs in sequence.logprobs], np.float32),
         "stop" if sequence.stop_reason == "stop" else "length",
         _topk(sequence.topk_logprobs or [], sample.topk_sample_logprobs),
+        None if sequence.sampled_logprobs is None else np.asarray(sequence.sampled_logprobs, np.float32),
+        None if sequence.raw_logprobs is None else np.asarray(sequence.raw_logprobs, np.float32),
     )
 
 

@@ -2,18 +2,23 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
+from twinkle.data_format import SamplingParams
 from twinkle.errors import TwinkleError
 from twinkle_client import types
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
+from twinkle_server.chat.preparing import check_structure, renderer_of
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.native.state import Named
+from twinkle_server.engine.samples import read_sample
 from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
 from twinkle_server.native.bodies import RESULT, call_schema, frame_response, read_body
@@ -102,17 +107,25 @@ async def encoded_prompts(
     Raises:
         BadRequest: a prompt or an option is invalid.
     """
-    limits = state.settings.limits
+    limits, options = state.settings.limits, body.options
     if not 1 <= len(body.inputs) <= limits.datums:
         raise BadRequest(f"inputs must have between 1 and {limits.datums} prompts, got {len(body.inputs)}")
     if body.options.num_samples > limits.samples:
         raise BadRequest(f"num_samples must be at most {limits.samples}, got {body.options.num_samples}")
 
+    if isinstance(options.seed, list) and len(options.seed) != options.num_samples:
+        raise BadRequest(
+            f"seed must be one number, or one for each of num_samples = {options.num_samples}, got {len(options.seed)}"
+        )
+    if options.structured_outputs is not None:
+        await check_structure(renderer_of(state), options.structured_outputs)
+
     def encode() -> list[tuple[Sample, Any]]:
         named, found = _template_of(body), []
+        more = _more(options)
         for index, given in enumerate(body.inputs):
             row, tokens = _encoded(state, named, index, given)
-            found.append((_sample(sampler, body.options, tokens, index), row))
+            found.append((_sample(sampler, options, more, tokens, index), row))
         return found
 
     with ClientErrors():
@@ -134,7 +147,8 @@ def _prompts(
     prompts = []
     for index, (payload, row) in enumerate(encoded):
         try:
-            cost = check_sample(payload, state.service.info.context)
+            cost = check_sample(_without_scores(payload), state.service.info.context)
+            read_sample(payload, state.service.info)
         except ValueError as error:
             raise UserError(f"input {index}: {error}") from error
         original = content + repr(payload.tokens).encode()
@@ -166,23 +180,76 @@ def _encoded(state: AppState, named: Named | None, index: int, given: Any) -> tu
     return row, tokens
 
 
-def _sample(sampler: Sampler, options: types.SamplingOptions, tokens: list[int], index: int) -> Sample:
+def _without_scores(sample: Sample) -> Sample:
+    """Return a request without the scores of the prompt that Tinker allows in fewer forms."""
+    return replace(sample, targets=None, prompt_logprobs_last_n=None)
+
+
+def _more(options: types.SamplingOptions) -> dict[str, Any]:
+    """Return the parameters that Tinker's requests do not have, where they are not the default.
+
+    Raises:
+        ValueError: a value is invalid.
+    """
+    try:
+        read = SamplingParams(
+            min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty, frequency_penalty=options.frequency_penalty,
+            logit_bias=options.logit_bias, structured_outputs=options.structured_outputs,
+            sampled_logprobs=options.sampled_logprobs, raw_logprobs=options.raw_logprobs,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    default = SamplingParams()
+    changed = {name: value for name, value in read.to_dict().items() if value != getattr(default, name)}
+    if read.logit_bias is not None:  # JSON has texts as keys
+        changed["logit_bias"] = {str(token): value for token, value in read.logit_bias.items()}
+    if options.prompt_logprobs or options.prompt_targets is not None or options.prompt_draws:
+        changed["prompt_temperature"] = (
+            options.temperature if options.prompt_temperature is None else options.prompt_temperature
+        )
+    return changed
+
+
+def _sample(
+    sampler: Sampler, options: types.SamplingOptions, more: dict[str, Any], tokens: list[int], index: int
+) -> Sample:
     alternatives = 0 if options.logprobs is None or options.logprobs < 2 else options.logprobs
+    shift, seed = index * options.num_samples, options.seed
+    if isinstance(seed, list):
+        more = {**more, "seed": [(one + shift) % 2**63 for one in seed]}
+    targets = options.prompt_targets
     return Sample(
         tokens,
         options.num_samples,
         source=None if sampler.inflight else sampler.folder,
         inflight=sampler.inflight,
         max_tokens=None if options.max_tokens is None else max(1, options.max_tokens),
-        seed=secrets.randbits(48) if options.seed is None else options.seed + index * options.num_samples,
+        seed=seed + shift if isinstance(seed, int) else 0 if seed else secrets.randbits(48),
         stop=[options.stop] if isinstance(options.stop, str) else options.stop,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         prompt_logprobs=bool(options.prompt_logprobs),
         topk_prompt_logprobs=options.prompt_logprobs or 0,
-        topk_sample_logprobs=alternatives,
+        prompt_logprobs_last_n=options.prompt_logprobs_last,
+        topk_sample_logprobs=max(alternatives, options.topk_logprobs),
+        targets=None if targets is None else _table(targets),
+        alternatives=options.prompt_draws,
+        more=more or None,
     )
+
+
+def _table(rows: list[list[int]]) -> dict[str, Any]:
+    """Return tokens `[N, K]` in the form of a request.
+
+    Raises:
+        UserError: the rows have different lengths.
+    """
+    width = len(rows[0]) if rows else 0
+    if any(len(row) != width for row in rows):
+        raise UserError("the rows of prompt_targets must have the same length; fill them with -1")
+    return {"data": [token for row in rows for token in row], "shape": [len(rows), width]}
 
 
 def _results(
@@ -196,33 +263,70 @@ def _result(state: AppState, body: types.SampleRequest, prompt: _Prompt, future:
 
     texts, scores = read_sample_response(future.result or b"")
     tokens = [int(token) for token in prompt.row["input_ids"]]
-    result: dict[str, Any] = {"prompt_token_ids": tokens, "sequences": []}
+    result: dict[str, Any] = {"prompt_token_ids": tokens, "sequences": [], "cached_tokens": scores.hits}
     if scores.logprobs is not None:
-        result["prompt_logprobs"] = [None, *scores.logprobs[1:].tolist()]
+        result["prompt_logprobs"] = [None if math.isnan(value) else value for value in scores.logprobs.tolist()]
     if scores.topk is not None:
         result["topk_prompt_logprobs"] = _pairs(scores.topk)
+    if isinstance(scores.targets, np.ndarray):
+        result["prompt_target_logprobs"] = [
+            [None if math.isnan(value) else value for value in row] for row in scores.targets.tolist()
+        ]
+    if scores.alternatives is not None:
+        drawn = (array.tolist() for array in scores.alternatives)
+        result["prompt_draws"] = [list(zip(*row, strict=True)) for row in zip(*drawn, strict=True)]
     if body.options.max_tokens != 0:
         result["sequences"] = [_sequence(state, body, prompt.row, text) for text in texts]
     return result
 
 
 def _sequence(state: AppState, body: types.SampleRequest, row: Any, text: Any) -> dict[str, Any]:
-    tokens = text.tokens.tolist()
+    tokens, options = text.tokens.tolist(), body.options
     sequence: dict[str, Any] = {"stop_reason": text.stop, "tokens": tokens}
-    if body.options.logprobs:
+    if text.sampled is not None:
+        sequence["sampled_logprobs"] = text.sampled.tolist()
+    if text.raw is not None:
+        sequence["raw_logprobs"] = text.raw.tolist()
+    if options.topk_logprobs:
+        sequence["topk_logprobs"] = [(pairs or [])[: options.topk_logprobs] for pairs in _pairs(text.topk)]
+    if options.logprobs:
         drawn = [[(token, logprob)] for token, logprob in zip(tokens, text.logprobs.tolist(), strict=True)]
         if text.topk is not None:
             drawn = [
-                (own + [pair for pair in more or () if pair[0] != own[0][0]])[: body.options.logprobs]
+                (own + [pair for pair in more or () if pair[0] != own[0][0]])[: options.logprobs]
                 for own, more in zip(drawn, _pairs(text.topk), strict=True)
             ]
         sequence["logprobs"] = drawn
     if body.template is None and not state.service.info.tokenizer:
         return sequence
     template = state.templates.get(_template_of(body))
-    sequence["decoded"] = template.decode(tokens, skip_special_tokens=True)
+    sequence["decoded"] = _text_of(template, options, tokens, text.stop)
     sequence["new_input_feature"] = dict(template.concat_input_feature(dict(row), tokens))
     return sequence
+
+
+def stops_of(options: types.SamplingOptions) -> list[str]:
+    """Return the texts that end a sequence."""
+    stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    return [item for item in stop if isinstance(item, str) and item]
+
+
+def ends_with_stop(options: types.SamplingOptions, reason: str | None) -> bool:
+    """Return whether the last token of a sequence is a stop token, unless a text has ended it."""
+    return reason == "stop" and options.stop != []
+
+
+def _text_of(template: Any, options: types.SamplingOptions, tokens: list[int], reason: str) -> str:
+    """Return the text of a sequence, without special tokens, stop token, and everything from a stop text on."""
+    if stops := stops_of(options):
+        text = str(template.decode(tokens, skip_special_tokens=False))
+        if starts := [start for string in stops if (start := text.find(string)) >= 0]:
+            text = text[: min(starts)]
+            for special in template.tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+            return text
+    kept = tokens[:-1] if ends_with_stop(options, reason) else tokens
+    return str(template.decode(kept, skip_special_tokens=True))
 
 
 def _pairs(topk: Any) -> list[list[tuple[int, float]] | None]:

@@ -18,7 +18,7 @@ from twinkle_server.chat.openai import respond
 from twinkle_server.engine.samples import read_sample
 from twinkle_server.errors import BadRequest, Gone, ServiceError
 from twinkle_server.native.bodies import call_schema, read_body
-from twinkle_server.native.sampling import ClientErrors, encoded_prompts
+from twinkle_server.native.sampling import ClientErrors, encoded_prompts, ends_with_stop, stops_of
 from twinkle_server.operations import Generate
 from twinkle_server.runtime.generations import Part
 
@@ -33,8 +33,7 @@ async def stream(request: Request) -> Any:
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
     body = await read_body(request, types.StreamRequest)
-    if body.options.prompt_logprobs or body.options.max_tokens == 0:
-        raise BadRequest("a stream has no scores of the prompt; use sample for prompt_logprobs and max_tokens=0")
+    _check_options(body.options)
     prompts = await encoded_prompts(state, sampler, body)
     with ClientErrors():
         params = [read_sample(sample, state.service.info)[0] for sample, _ in prompts]
@@ -42,7 +41,24 @@ async def stream(request: Request) -> Any:
         Generate(sample.tokens, fields, sampler.folder) for (sample, _), fields in zip(prompts, params, strict=True)
     ]
     exchange = await _start(state, caller, body, generates)
-    return await respond(request, exchange, _Events(body.options.logprobs or 0), stream=True)
+    events = _Events(body.options.logprobs or 0, body.options.topk_logprobs)
+    return await respond(request, exchange, events, stream=True)
+
+
+def _check_options(options: types.SamplingOptions) -> None:
+    """Refuse what only a complete response has.
+
+    Raises:
+        BadRequest: an option asks for it.
+    """
+    scored = options.prompt_logprobs or options.prompt_targets is not None or options.prompt_draws
+    if scored or options.max_tokens == 0:
+        raise BadRequest(
+            "a stream has no scores of the prompt; use sample for prompt_logprobs, prompt_targets, prompt_draws and "
+            "max_tokens=0"
+        )
+    if options.sampled_logprobs or options.raw_logprobs:
+        raise BadRequest("a stream has the log-probabilities of logprobs only; use sample for the others")
 
 
 async def _start(
@@ -60,8 +76,12 @@ async def _start(
         for generation in generations:
             generation.cancel()
         raise
+    stops = stops_of(body.options)
     choices: list[Any] = [
-        [_Sequence(place, None if tokenizer is None else TextDecoder(tokenizer)) for _ in range(count)]
+        [
+            _Sequence(place, None if tokenizer is None else TextDecoder(tokenizer, stops), body.options)
+            for _ in range(count)
+        ]
         for place in range(len(generates))
     ]
     return Exchange(generations, choices)
@@ -86,6 +106,7 @@ class _Sequence:
 
     input: int
     decoder: TextDecoder | None
+    options: types.SamplingOptions
 
     def take(self, part: Part) -> _Gain:
         """Return what a part adds."""
@@ -94,15 +115,21 @@ class _Sequence:
         elif part.stop_reason is None:
             text = self.decoder.add(part.tokens)
         else:
-            text = self.decoder.finish(part.tokens, stopped=False)
+            text = self.decoder.finish(part.tokens, ends_with_stop(self.options, part.stop_reason))
         return _Gain(self.input, part, text)
 
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """Writes the events of a stream; `logprobs` is the number of log-probabilities of each token."""
+    """Writes the events of a stream.
+
+    Attributes:
+        logprobs: number of log-probabilities of each token, its own first.
+        topk: number of most probable tokens at each position.
+    """
 
     logprobs: int
+    topk: int = 0
 
     def start(self) -> bytes:
         """Return nothing: each delta has all that a client needs."""
@@ -124,6 +151,8 @@ class _Events:
                 [(token, logprob), *(pair for pair in top if pair[0] != token)][: self.logprobs]
                 for token, logprob, top in zip(part.tokens, part.logprobs, tops, strict=True)
             ]
+        if self.topk:
+            fields["topk_logprobs"] = [list(top)[: self.topk] for top in part.topk or [[]] * len(part.tokens)]
         return fields
 
     def end(self, usage: Usage) -> bytes:

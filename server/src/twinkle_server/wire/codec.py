@@ -374,12 +374,16 @@ class SampledText:
         logprobs: `[N]` float32.
         stop: why it ended.
         topk: alternatives for each token, if requested.
+        sampled: `[N]` float32, log-probabilities in the distribution that was sampled from, if requested.
+        raw: `[N]` float32, log-probabilities at temperature 1 without filters, if requested.
     """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     stop: StopReason
     topk: TopK | None = None
+    sampled: NDArray[np.float32] | None = None
+    raw: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +421,10 @@ def sample_response(sequences: Sequence[SampledText], prompt: SampledPrompt | No
         part = message.sequences.add(
             stop_reason=_STOPS[text.stop], tokens=_i4(text.tokens), logprobs=_f4(text.logprobs)
         )
+        if text.sampled is not None:
+            part.twinkle_sampled_logprobs = _f4(text.sampled)
+        if text.raw is not None:
+            part.twinkle_raw_logprobs = _f4(text.raw)
         if text.topk is not None:
             part.topk_sampled_logprobs.CopyFrom(text.topk.message())
     if prompt.logprobs is not None:
@@ -459,7 +467,13 @@ def _sampled(part: pb.SampledSequence) -> SampledText:
         from_bytes(part.logprobs, pb.DTYPE_FLOAT32, "sampled logprobs"),
         "stop" if part.stop_reason == pb.STOP_REASON_STOP else "length",
         TopK.read(part.topk_sampled_logprobs) if part.HasField("topk_sampled_logprobs") else None,
+        _optional(part, "twinkle_sampled_logprobs"),
+        _optional(part, "twinkle_raw_logprobs"),
     )
+
+
+def _optional(part: pb.SampledSequence, name: str) -> NDArray[np.float32] | None:
+    return from_bytes(getattr(part, name), pb.DTYPE_FLOAT32, name) if part.HasField(name) else None
 
 
 def _layout(tensor: pb.Tensor) -> Array | Sparse:
