@@ -11,12 +11,13 @@ import yaml
 from click.testing import CliRunner
 from ledger_engine import ENGINE, MODEL
 
-from twinkle.errors import ConfigError, ModelLoadError
+from twinkle.errors import ArgumentError, ConfigError, ModelLoadError, TwinkleError
 from twinkle_server import configuration
 from twinkle_server.cli.serve import FLAGS, bounds, variable
 from twinkle_server.cli.serve import main as serve
 from twinkle_server.cli.server import main as server
 from twinkle_server.configuration import HIDDEN, describe, entries, load, render
+from twinkle_server.serve import check, resolve
 from twinkle_server.settings import SECRET, Limits, Settings, Times
 
 
@@ -89,13 +90,22 @@ def test_what_is_wrong_is_told_at_once_with_the_nearest_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("missing", ["model", "data"])
-def test_what_must_be_set_is_asked_for(missing: str, tmp_path: Path) -> None:
-    values = {"model": "tiny", "data": "runs"}
-    del values[missing]
+def test_what_must_be_set_is_asked_for_with_the_other_problems(missing: str, tmp_path: Path) -> None:
+    values = {"model": "tiny", "data": "runs", "network": {"prot": 1}}
+    values[missing[:-1]] = values.pop(missing)
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=rf"^{missing} must be set"):
+    with pytest.raises(ConfigError, match=rf"3 problems(?s:.*)\n  {missing} must be set: ") as refused:
         load(file)
+    for part in (f"{missing[:-1]}: unknown key", f"nearest: {missing}", "network.prot: unknown key"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["engine.pass_tokens", "network.port", "times.poll", "limits.adapters"])
+def test_true_is_not_a_number(key: str, tmp_path: Path) -> None:
+    group, name = key.split(".")
+    with pytest.raises(ConfigError, match=rf"{key}: given True \(bool\) .*: must be a number"):
+        load(write(tmp_path, **{group: {name: True}}))
 
 
 @pytest.mark.parametrize("text", ["- a list\n", "model: [\n", "model: a\nmodel: b\n"])
@@ -209,7 +219,8 @@ def checked(*arguments: str) -> str:
 
 
 def test_settings_are_checked_without_serving(tmp_path: Path) -> None:
-    file = write(tmp_path, model=str(MODEL), engine={"backend": ENGINE}, network={"port": 0})
+    whole = {"model": str(MODEL), "engine": {"backend": ENGINE}, "network": {"port": 0}}
+    file = write(tmp_path, **whole)
     assert checked("-c", str(file)).endswith("the settings are valid\n")
     assert not (tmp_path / "data").exists()
     with pytest.raises(ConfigError, match="--no-auth would accept"):
@@ -228,3 +239,93 @@ def test_settings_are_checked_without_serving(tmp_path: Path) -> None:
     (tmp_path / "data" / "secret").write_bytes(b"x" * 32)
     with pytest.raises(ConfigError, match=r"twinkle\.db is missing"):
         checked("-c", str(file))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "template": ({"template": "Templat"}, r"template 'Templat'(?s:.*)Template"),
+    "template reference": ({"template": "json:JSONDecoder"}, r"template 'json:JSONDecoder'"),
+    "data set": (
+        {"datasets": {"sets": {"ms://a/b": "/nope.jsonl"}}},
+        r"datasets.sets: 'ms://a/b': /nope.jsonl does not exist",
+    ),
+    "data set's hub": ({"datasets": {"sets": {"a/b": "hff://a/b"}}}, r"hub 'hff'"),
+    "the same data set": (
+        {"datasets": {"sets": {"a/b": "ms://c/d", "ms://a/b": "ms://c/e"}}},
+        r"'a/b' and 'ms://a/b' are the same id",
+    ),
+    "collector": (
+        {"traces": {"otlp_endpoint": "notaurl"}},
+        r"--otlp-endpoint must be a URL such as http://127.0.0.1:4318, got 'notaurl'",
+    ),
+    "collector's port": ({"traces": {"otlp_endpoint": "http://a:99999"}}, r"--otlp-endpoint must be a URL"),
+    "option that is a setting": (
+        {"engine": {"backend": ENGINE, "options": {"pass_tokens": 3}}},
+        r"engine.options must not contain pass_tokens",
+    ),
+    "data in /proc": ({"data": "/proc/x"}, r"--data /proc/x: cannot create it: /proc: "),
+    "data is a file": ({"data": __file__}, r"cannot write it: .*Not a directory"),
+    "plugin": ({"losses": {"in_process": ["twinkle-loses"]}}, r"--loss-in-process twinkle-loses: .*twinkle-losses"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings_that_would_fail_later_are_refused(name: str, tmp_path: Path) -> None:
+    values, message = WRONG[name]
+    whole: dict[str, Any] = {"model": str(MODEL), "engine": {"backend": ENGINE}, "network": {"port": 0}}
+    with pytest.raises((TwinkleError, ConfigError), match=message) as refused:
+        checked("-c", str(write(tmp_path, **{**whole, **values})))
+    assert "problems" not in str(refused.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_option_that_the_engine_does_not_take_is_refused(tmp_path: Path) -> None:
+    engine = tmp_path / "strict.py"
+    engine.write_text(
+        "from ledger_engine import LedgerEngine\n"
+        "class Strict(LedgerEngine):\n"
+        "    def __init__(self, model_id, pass_tokens=None, depth=1):\n"
+        "        raise RuntimeError('a check does not build the engine')\n"
+    )
+    options = {"backend": f"{engine}:Strict", "options": {"dept": 3}}
+    file = write(tmp_path, model=str(MODEL), engine=options, network={"port": 0})
+    with pytest.raises(ArgumentError, match=r"unknown argument 'dept', nearest: 'depth'"):
+        checked("-c", str(file))
+    file = write(tmp_path, model=str(MODEL), engine={**options, "options": {"depth": 3}}, network={"port": 0})
+    assert "the settings are valid" in checked("-c", str(file))
+
+
+def test_a_collector_of_the_environment_is_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318")
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT must be a URL .*got 'collector:4318'"):
+        check(Settings("m", tmp_path))
+    check(Settings("m", tmp_path, otlp_endpoint="http://collector:4318"))
+
+
+def test_all_problems_of_valid_keys_are_told_at_once(tmp_path: Path) -> None:
+    """Model, engine, losses, certificate and proxies are found by different means, and reported in one message."""
+    values: dict[str, Any] = {
+        "model": str(tmp_path / "none"),
+        "data": "/proc/x",
+        "template": "Nope",
+        "network": {
+            "host": "0.0.0.0",
+            "port": 0,
+            "tls_cert": str(tmp_path / "no.pem"),
+            "trusted_proxies": ["abc", "10.0.0.0/33"],
+        },
+        "access": {"auth": False},
+        "engine": {"backend": "NoEngine", "options": {"foo": 1}},
+        "losses": {"allowed": ["NoLoss", "cross_entropi"]},
+        "traces": {"otlp_endpoint": "notaurl"},
+        "datasets": {"sets": {"a/b": "/nope.jsonl"}},
+    }
+    with pytest.raises(ConfigError, match=r"^12 problems in the settings\n") as refused:
+        checked("-c", str(write(tmp_path, **values)))
+    parts = ("--no-auth", "no.pem", "'abc'", "10.0.0.0/33", "NoEngine", "NoLoss", "cross_entropi", "notaurl", "'Nope'",
+             str(tmp_path / "none"), "/proc", "/nope.jsonl")  # fmt: skip
+    assert [part for part in parts if part not in str(refused.value)] == []
+
+
+def test_the_same_problems_end_a_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"2 problems(?s:.*)NoLoss(?s:.*)Nope"):
+        resolve(Settings(str(MODEL), tmp_path, backend=ENGINE, losses=("NoLoss",), template="Nope"))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from twinkle.errors import ConfigError
 from twinkle_server.settings import Settings, bare, build, hints_of, is_secret
@@ -126,18 +126,30 @@ def schema() -> "type[BaseModel]":
 
 
 def _model(name: str, tree: Mapping[str, Any]) -> "type[BaseModel]":
-    from pydantic import ConfigDict, Field, create_model
+    from pydantic import BeforeValidator, ConfigDict, Field, create_model
 
     made: dict[str, Any] = {}
     for key, part in tree.items():
         if isinstance(part, Entry):
             default: Any = ... if part.default is MISSING else part.default
-            made[key] = (part.annotation, Field(default, description=part.meaning))
+            annotation = Annotated[part.annotation, BeforeValidator(_not_bool)] if _is_number(part) else part.annotation
+            made[key] = (annotation, Field(default, description=part.meaning))
         else:
             group = _model(key, part)
             made[key] = (group, Field(default_factory=group, description=f"See the section `{key}`."))
     config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
     return create_model(name, __config__=config, **made)
+
+
+def _is_number(entry: Entry) -> bool:
+    return bare(entry.annotation) in (int, float)
+
+
+def _not_bool(value: Any) -> Any:
+    """Refuse `true` as a number, which Python reads as 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +192,6 @@ def load(
     of_file = _without_nulls(read_config(str(file))) if file is not None else {}
     values = merge(of_file, _nested(flags))
     missing = tuple(name for name in REQUIRED if values.get(name) in (None, ""))
-    if missing and not partial:
-        raise ConfigError(f"{_list(missing)} must be set: {_REMEDIES}")
     _check_secrets(values)
     model = schema()
     checked = validate(
@@ -191,6 +201,7 @@ def load(
         what=label or "the service",
         sources={tuple(key.split(".")): source for key, source in sources.items()},
         source=label,
+        problems=[f"{_list(missing)} must be set: {_REMEDIES}"] if missing and not partial else [],
     )
     plain = _collect(checked)
     origins = {

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
 from twinkle_registry import RequirementMissing
-from twinkle_server import tls
-from twinkle_server.limits.forwarded import networks
+from twinkle_server import preflight, tls
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
@@ -74,39 +73,29 @@ def serve(settings: Settings) -> int:
 
 
 def check(settings: Settings) -> None:
-    """Refuse unsafe and contradictory settings.
+    """Refuse unsafe and contradictory settings; all problems are in one message.
 
     Raises:
-        ConfigError: other machines would be served without keys; a prefix or the address of a proxy is invalid; or
-            the certificate cannot be read.
+        ConfigError: other machines would be served without keys; a prefix, the address of a proxy or of a collector is
+            invalid; or the certificate cannot be read.
     """
-    if not settings.auth and not is_loopback(settings.host):
-        raise ConfigError(
-            f"--no-auth would accept requests from anyone who can reach {settings.host}; remove it, or serve 127.0.0.1"
-        )
-    prefix = settings.root_path
-    if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
-        raise ConfigError(f"--root-path must be a path such as /twinkle, without a slash at its end, got {prefix!r}")
-    networks(settings.trusted_proxies)
-    tls.context(settings)
+    preflight.together(preflight.safety(settings))
 
 
 def resolve(settings: Settings) -> Settings:
     """Download the model if needed; return settings with its local folder, and what clients call model and tokenizer.
 
     Raises:
-        ConfigError: a named loss is not safe for tenants.
-        ComponentNotFound: the engine, or a named loss, is not installed.
+        ConfigError: a named loss is not safe for tenants, or several of these problems exist.
+        ComponentNotFound: the engine, a named loss or the chat template is not installed.
         ComponentConflict: several engines are installed, and none is named.
         RequirementMissing: a required package is not installed.
         ModelLoadError: the model does not exist, or is not a model.
         HubError: the hub does not have the model, or cannot be reached.
     """
     from twinkle.hub import local_model
-    from twinkle_server.engine.provider import check_installed
 
-    check_installed(settings.backend)
-    check_losses(settings.losses or ())
+    preflight.together(preflight.components(settings))
     folder = local_model(settings.model).absolute()
     name = settings.name or (folder.name if is_folder(settings.model) else settings.model)
     return replace(settings, model=str(folder), name=name, tokenizer=settings.tokenizer or public_id(settings.model))
@@ -118,31 +107,53 @@ def try_settings(settings: Settings) -> list[str]:
     A model on a hub is not downloaded; the address is used for a moment, unless a service runs on the folder.
 
     Raises:
-        ConfigError: the settings are unsafe or contradict each other, or a named loss is not safe for tenants.
-        TwinkleError: the engine, a loss or the model does not exist, or the address cannot be used.
+        ConfigError: the settings are unsafe or contradict each other, or there are several problems.
+        TwinkleError: the engine, a loss, the template or the model does not exist, the engine does not take an option,
+            or the address cannot be used.
         StoreError: the data folder cannot be used.
     """
-    from twinkle.hub.local import alias_of, local_model, reference_of, scheme_of
-    from twinkle_server.engine.provider import check_installed
+    from twinkle_server.engine.provider import check_options
 
-    check(settings)
-    check_installed(settings.backend)
-    check_losses(settings.losses or ())
-    notes = []
-    place = alias_of(settings.model)
-    local = scheme_of(place) is None and Path(place).expanduser().exists()
-    if local or scheme_of(place) in ("builtin", "file") or reference_of(place) is None:
-        local_model(settings.model)
-    else:
-        notes.append(f"the model {settings.model} comes from a hub, and was not downloaded for this check")
     data = settings.data.expanduser().absolute()
+    busy = status.find(data) is not None
+    notes = [f"a service runs on {data}, so the address was not tried"] if busy else []
+    preflight.together(
+        [
+            *preflight.safety(settings),
+            *preflight.components(settings),
+            lambda: preflight.check_reference(settings),
+            lambda: check_options(settings),
+            lambda: _try_traces(settings),
+            lambda: notes.extend(_try_model(settings.model)),
+            *preflight.data_sets(settings.datasets.sets),
+            *([] if busy else [lambda: _try_folder(data), lambda: listen(settings).close()]),
+        ]
+    )
+    return notes
+
+
+def _try_folder(data: Path) -> None:
+    preflight.check_writable(data)
     if data.exists():
         check_database(data)
-    if status.find(data) is not None:
-        notes.append(f"a service runs on {data}, so the address was not tried")
-    else:
-        listen(settings).close()
-    return notes
+
+
+def _try_traces(settings: Settings) -> None:
+    preflight.check_collector(settings)
+    if (traces := open_traces(settings)) is not None:
+        traces.close()
+
+
+def _try_model(model: str) -> list[str]:
+    """Check a model that is on this machine; return a note about another one."""
+    from twinkle.hub.local import alias_of, local_model, reference_of, scheme_of
+
+    place = alias_of(model)
+    local = scheme_of(place) is None and Path(place).expanduser().exists()
+    if not local and scheme_of(place) not in ("builtin", "file") and reference_of(place) is not None:
+        return [f"the model {model} comes from a hub, and was not downloaded for this check"]
+    local_model(model)
+    return []
 
 
 def is_folder(model: str) -> bool:
@@ -169,24 +180,6 @@ def public_id(model: str) -> str | None:
         return None
     scheme, _, name = (reference_of(source, bare=True) or "").partition("://")
     return name if scheme.lower() == "hf" and "@" not in name else None
-
-
-def check_losses(names: Sequence[str]) -> None:
-    """Refuse losses that requests could not use.
-
-    Raises:
-        ComponentNotFound: no plugin offers a loss of this name.
-        ConfigError: it is not declared as safe for tenants.
-    """
-    from twinkle import registry
-
-    for name in names:
-        spec = registry().find(name, "loss")
-        if not (spec.tenant_safe and "served" in spec.runtimes):
-            raise ConfigError(
-                f'--loss {name}: its manifest must declare `tenant_safe = true` and the runtime `"served"`; '
-                "remove the option, or declare them if the loss is safe"
-            )
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -251,8 +244,7 @@ def open_traces(settings: Settings) -> "Traces | None":
     Raises:
         RequirementMissing: the packages of OpenTelemetry are not installed.
     """
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    if settings.otlp_endpoint is None and not any(os.environ.get(name) for name in names):
+    if preflight.collector(settings) is None:
         return None
     try:
         from twinkle_server.telemetry.traces import Traces

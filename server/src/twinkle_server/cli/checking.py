@@ -39,7 +39,9 @@ def check(context: click.Context, /, files: bool, as_json: bool, **values: Any) 
     """Check a data folder, or with `--config` the settings of `twinkle serve`; exit code 1 after errors.
 
     `--data DIR` checks the database, and that all its folders exist, also while a service runs. `--config FILE` checks
-    the file, the flags beside it, the model, the certificate, and whether the service can listen. Nothing is changed.
+    the file, the flags beside it, and what they name: the model, the engine and its options, losses, the chat template,
+    data sets, the certificate, the collector of traces, the data folder, and whether the service can listen. Nothing is
+    changed.
     """
     if any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in ("config", "model")):
         _check_settings(context, as_json)

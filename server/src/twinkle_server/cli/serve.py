@@ -312,9 +312,11 @@ def given(context: click.Context) -> tuple[Mapping[str, Any], Mapping[str, str]]
 
 def _check_variables() -> None:
     known = {f"{ENVIRONMENT}_CONFIG", f"{ENVIRONMENT}_MODEL", *map(variable, FLAGS)}
-    for name in os.environ:
-        if name.startswith(f"{ENVIRONMENT}_") and name not in known:
-            raise ConfigError(f"{name}: unknown environment variable; {nearest_or_all(name, known)}")
+    unknown = sorted(name for name in os.environ if name.startswith(f"{ENVIRONMENT}_") and name not in known)
+    if unknown:
+        raise ConfigError(
+            "\n".join(f"{name}: unknown environment variable; {nearest_or_all(name, known)}" for name in unknown)
+        )
 
 
 def _from_variable(source: ParameterSource) -> bool:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final, Self
 
 from twinkle.errors import DataError, Unsupported
@@ -39,7 +40,7 @@ class Rules:
         """Return the rules of a service."""
         return cls(
             models={bare(name): folder for name, folder in models.items()},
-            sets={bare(name): place for name, place in limits.sets.items()},
+            sets={bare(name): _expanded(place) for name, place in limits.sets.items()},
             hubs=limits.hubs,
             rows=limits.rows,
             answer_bytes=limits.answer_bytes,
@@ -111,6 +112,11 @@ def bare(name: str) -> str:
     """Return an id without the scheme of its hub; other schemes stay."""
     scheme, separator, rest = name.partition("://")
     return rest if separator and scheme.lower() in ("hf", "ms") else name
+
+
+def _expanded(place: str) -> str:
+    """Return a place with the home folder in place of `~`, because the walls of a worker compare paths."""
+    return str(Path(place).expanduser()) if place.startswith("~") else place
 
 
 def _scheme(name: str) -> str | None:

@@ -6,13 +6,13 @@ import sys
 
 from twinkle import registry
 from twinkle.engine import Engine
-from twinkle.errors import ConfigError, TwinkleError
+from twinkle.errors import TwinkleError
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.losses.catalog import Losses
 from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.engine.messages import BlockingLink
-from twinkle_server.engine.provider import engine_name
+from twinkle_server.engine.provider import engine_name, engine_options
 from twinkle_server.engine.recording import Recorder
 from twinkle_server.engine.revocations import RevocationWatch
 from twinkle_server.environment import die_with_parent
@@ -50,10 +50,7 @@ def make_executor(settings: Settings) -> Executor:
     losses = Losses(  # their worker processes start while the model is loaded
         settings.losses, _worker_limits(settings), settings.in_process_losses, strict=settings.strict_losses
     )
-    options = {"model_id": settings.model, "pass_tokens": settings.pass_tokens}
-    if twice := sorted(options.keys() & settings.extra.keys()):
-        raise ConfigError(f"extra must not contain {', '.join(twice)}: these are settings of the service itself")
-    engine: Engine = registry().build(engine_name(settings.backend), "engine", **options, **settings.extra)
+    engine: Engine = registry().build(engine_name(settings.backend), "engine", **engine_options(settings))
     return Executor(
         engine, settings.served_name, losses,
         custom_losses=settings.custom_losses, custom_seconds=settings.limits.graph_seconds,

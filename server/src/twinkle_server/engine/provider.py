@@ -1,8 +1,11 @@
 """Selection of the engine: a component of kind `engine`, by name or reference."""
 
+from typing import Any
+
 from twinkle import registry
-from twinkle.errors import ComponentConflict, ComponentNotFound
-from twinkle_registry import check_requirements
+from twinkle.errors import ComponentConflict, ComponentNotFound, ConfigError
+from twinkle_registry import check_keywords, check_requirements
+from twinkle_server.settings import Settings
 
 
 def engine_name(backend: str | None) -> str:
@@ -38,3 +41,33 @@ def check_installed(backend: str | None) -> None:
     name = engine_name(backend)
     if ":" not in name:
         check_requirements(registry().find(name, "engine"))
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """Return the arguments with which the engine is built.
+
+    Raises:
+        ConfigError: an option is a setting of the service itself.
+    """
+    options = {"model_id": settings.model, "pass_tokens": settings.pass_tokens}
+    if twice := sorted(options.keys() & settings.extra.keys()):
+        raise ConfigError(
+            f"engine.options must not contain {', '.join(twice)}: these are settings of the service itself"
+        )
+    return {**options, **settings.extra}
+
+
+def check_options(settings: Settings) -> None:
+    """Compare the options of the engine with the signature of its class; imports the engine if there are any.
+
+    Raises:
+        ConfigError: an option is a setting of the service itself.
+        ArgumentError: the engine does not take an option.
+        TwinkleError: the engine cannot be imported.
+    """
+    options = engine_options(settings)
+    if settings.extra:
+        name = engine_name(settings.backend)
+        engine = registry().resolve(name, "engine")
+        if isinstance(engine, type):
+            check_keywords(engine, options, what=f"engine {name!r}")

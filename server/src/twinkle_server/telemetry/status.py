@@ -71,8 +71,11 @@ def find(data: Path) -> Presence | None:
     """Return the server that starts or runs on a data folder; None if there is none."""
     try:
         presence = Presence(**orjson.loads((data / FILE).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    try:
         os.kill(presence.pid, 0)
-    except (FileNotFoundError, ValueError, TypeError, ProcessLookupError):
+    except ProcessLookupError:
         return None
     except PermissionError:  # it runs as another user
         pass
