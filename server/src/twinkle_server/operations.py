@@ -258,11 +258,14 @@ class Create(_Payload):
         path: `tinker://` path of that checkpoint.
         alpha: the low-rank term is scaled by `alpha / rank`.
         dropout: probability, applied to the input of the low-rank term.
-        targets: layers to adapt instead of those of the switches; see `twinkle.engine.AdapterSpec`.
+        targets: layers to adapt instead of those of the switches: names, or a pattern; see `AdapterSpec`.
         native: whether the model starts with the components of a local model.
         accumulation: number of backward calls for each step of a native model.
         rank_pattern: ranks of single layers, pairs of a pattern and a rank in order; see `AdapterSpec`.
         alpha_pattern: `alpha` of single layers, in the same way.
+        exclude: layers of `targets` that are not adapted.
+        rslora: scale the low-rank term by `alpha / sqrt(rank)`.
+        init: kind of the first weights; see `AdapterSpec`.
     """
 
     rank: int
@@ -275,11 +278,14 @@ class Create(_Payload):
     path: str | None = None
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: list[str] | None = None
+    targets: list[str] | str | None = None
     native: bool = False
     accumulation: int = 1
     rank_pattern: list[tuple[str, int]] | None = None
     alpha_pattern: list[tuple[str, float]] | None = None
+    exclude: list[str] | str | None = None
+    rslora: bool = False
+    init: Literal["kaiming", "gaussian", "random"] = "kaiming"
 
 
 @dataclass(slots=True)

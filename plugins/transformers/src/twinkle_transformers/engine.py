@@ -57,6 +57,8 @@ _SEQUENCES: Final = {"cpu": 32, "cuda": 256}
 _DEVICE_FAULTS: Final = (
     "CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert", "HIP error", "NCCL error",
 )  # fmt: skip
+_INIT: Final = {"kaiming": True, "gaussian": "gaussian", "random": False}
+"""`init_lora_weights` of PEFT by the names of `AdapterSpec.init`."""
 _VOCABULARIES: Final = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "*.tiktoken", "tiktoken.model",
@@ -145,6 +147,7 @@ class TransformersEngine(Engine):
         config = {
             "r": spec.rank, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout, **_targets_of(spec),
             "rank_pattern": dict(spec.rank_pattern), "alpha_pattern": dict(spec.alpha_pattern),
+            "use_rslora": spec.rslora, "init_lora_weights": _INIT[spec.init],
         }  # fmt: skip
         with _engine_errors():
             self._model.add_adapter_to_model(name, config, seed=spec.seed)
@@ -448,11 +451,16 @@ class TransformersEngine(Engine):
 
 def _targets_of(spec: AdapterSpec) -> dict[str, Any]:
     """Return the fields of a configuration that select layers."""
+    exclude: dict[str, Any] = {}
+    if spec.exclude:
+        exclude["exclude_modules"] = spec.exclude if isinstance(spec.exclude, str) else list(spec.exclude)
     if spec.targets is None:
+        if exclude:
+            raise ArgumentError("exclude must be empty without targets: train_attn, train_mlp, ... select all layers")
         return {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed}
     if spec.targets == ("all-linear",):
-        return {"target_modules": "all-linear"}
-    return {"target_modules": list(spec.targets) or None}
+        return {"target_modules": "all-linear", **exclude}
+    return {"target_modules": spec.targets if isinstance(spec.targets, str) else list(spec.targets) or None, **exclude}
 
 
 class _CheckedModel:

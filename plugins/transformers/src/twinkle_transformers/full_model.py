@@ -88,10 +88,10 @@ class FullModel:
     def __init__(
         self, ref: AdapterRef, spec: AdapterSpec, model_id: str, options: Mapping[str, Any], pass_tokens: int, size: int
     ) -> None:
-        if spec.dropout or spec.targets is not None or spec.rank_pattern or spec.alpha_pattern:
+        if spec != AdapterSpec(0, spec.seed, spec.alpha, 0.0, spec.train_attn, spec.train_mlp, spec.train_unembed):
             raise ArgumentError(
-                "rank 0 trains all weights: dropout, targets, rank_pattern and alpha_pattern are of adapters; "
-                "leave them out"
+                "rank 0 trains all weights: dropout, targets, exclude, rslora, init and the patterns are "
+                "of adapters; leave them out"
             )
         self.ref, self.spec, self._pass_tokens = ref, spec, pass_tokens
         own = {name: value for name, value in options.items() if name not in _OF_POOLS}

@@ -109,3 +109,32 @@ def test_preferences_in_the_published_form_of_tinker_requests(service: Served) -
         assert training.optim_step(sdk.tinker.AdamParams()).result(60).metrics["grad_norm"] > 0
         with pytest.raises(sdk.tinker.RequestFailedError, match="dpo_betta"):
             training.forward(data, "importance_sampling", {"dpo_betta": 0.2}).result(60)
+
+
+def test_options_of_an_adapter_survive_checkpoints(client: TwinkleClient) -> None:
+    model = MultiLoraTransformersModel("ms://tiny", client=client)
+    config = {
+        "r": 4, "lora_alpha": 16, "target_modules": r".*self_attn\.(q|v)_proj", "exclude_modules": r".*\.0\..*q_proj",
+        "use_rslora": True, "init_lora_weights": False, "bias": "none",
+    }  # fmt: skip
+    model.add_adapter_to_model("a", config, seed=1)
+    model.set_optimizer("AdamW", lr=1e-2)
+    model.forward_backward(rows(1, 6, 9))
+    model.clip_grad_and_step()
+    expected = model.forward_only(rows(2, 8))["logps"]
+    saved = [model.save("w"), model.save("o", save_optimizer=True)]
+    for number, path in enumerate(saved):
+        model.add_adapter_to_model(f"b{number}", checkpoint=path, load_optimizer=bool(number))
+        np.testing.assert_array_equal(model.forward_only(rows(2, 8))["logps"], expected)
+    sampler = vLLMSampler(client=client)
+    saved.append(model.save("s", is_sampler=True, adapter_name="a"))
+    prompt = {"input_ids": rows(2, 8)[0]["input_ids"]}
+    for path in saved:
+        [answer] = sampler.sample(prompt, {"max_tokens": 1, "prompt_logprobs": 1}, adapter_uri=path)
+        row = {"input_ids": prompt["input_ids"], "labels": [*prompt["input_ids"][1:], -100]}
+        found = model.forward_only([row], adapter_name="a")["logps"][0]
+        np.testing.assert_allclose(answer.prompt_logprobs[1:], found[:-1], atol=1e-4)
+    with pytest.raises(RequestRefused, match="at most two repetitions"):
+        model.add_adapter_to_model("c", {"target_modules": "(?!.*visual).*q_proj"})
+    with pytest.raises(OperationFailed, match="not both"):
+        model.add_adapter_to_model("c", {"exclude_modules": ["q_proj"], "train_mlp": True})

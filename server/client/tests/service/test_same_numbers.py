@@ -180,12 +180,35 @@ def layer_patterns(model: Any) -> list[Any]:
     return [*seen, *model.get_state_dict(adapter_name="a").values()]
 
 
+def adapter_options(model: Any) -> list[Any]:
+    """Options of PEFT's configuration, as its object, as a mapping of all its fields, and as a mapping of some."""
+    pattern = LoraConfig(
+        r=4, lora_alpha=16, target_modules=r".*\.\d+\.(self_attn|mlp)\.(q_proj|down_proj)$", use_rslora=True,
+        exclude_modules=["layers.0.mlp.down_proj"], init_lora_weights="gaussian", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    some = {
+        "r": 2, "target_modules": "all-linear", "exclude_modules": r".*mlp.*", "bias": "none", "task_type": "CAUSAL_LM",
+        "use_rslora": True,
+    }  # fmt: skip
+    seen: list[Any] = []
+    for name, config in (("a", pattern), ("b", pattern.to_dict()), ("c", some)):
+        model.add_adapter_to_model(name, config, seed=7)
+        model.set_optimizer("AdamW", lr=1e-2, adapter_name=name)
+        for step in range(2):
+            seen.append(model.forward_backward(inputs=rows(step, 12, 7), adapter_name=name)["loss"])
+            model.clip_grad_and_step(adapter_name=name)
+        weights = model.get_state_dict(adapter_name=name)
+        assert not any("layers.0.mlp.down_proj" in key for key in weights)
+        seen += weights.values()
+    return seen
+
+
 SCRIPTS = [
     supervised,
     policy,
     *(
         pytest.param(script, marks=pytest.mark.full)
-        for script in (single_calls, noisy, preferences, embeddings, distillation, layer_patterns)
+        for script in (single_calls, noisy, preferences, embeddings, distillation, layer_patterns, adapter_options)
     ),
 ]
 

@@ -43,7 +43,7 @@ from twinkle_server.wire import codec
 
 _log = logging.getLogger(__name__)
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
-_KIND = (*_SHAPE, "targets", "alpha", "dropout", "rank_pattern", "alpha_pattern")
+_KIND = (*_SHAPE, "targets", "alpha", "dropout", "rank_pattern", "alpha_pattern", "exclude", "rslora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class Models:
             )
         spec = AdapterSpec(
             create.rank, create.seed, create.alpha, create.dropout, create.train_attn, create.train_mlp,
-            create.train_unembed, None if create.targets is None else tuple(create.targets),
-            _pairs(create.rank_pattern), _pairs(create.alpha_pattern),
+            create.train_unembed, _names(create.targets), _pairs(create.rank_pattern), _pairs(create.alpha_pattern),
+            _names(create.exclude) or (), create.rslora, create.init,
         )  # fmt: skip
         with _checkpoint_errors():
             saved = None if source is None else self._engine.read_spec(source) or read_spec(source)
@@ -267,6 +267,11 @@ class Models:
         except BaseException:
             self.remove(queue_id)
             raise
+
+
+def _names(layers: Sequence[str] | None) -> tuple[str, ...] | str | None:
+    """Return layers of the log as `AdapterSpec` has them: names, or a pattern."""
+    return layers if layers is None or isinstance(layers, str) else tuple(layers)
 
 
 def _pairs(pattern: Sequence[Sequence[Any]] | None) -> tuple[tuple[str, Any], ...]:

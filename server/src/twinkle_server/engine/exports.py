@@ -1,6 +1,7 @@
 """Adapters in PEFT's format: beside the state of training in a checkpoint, and read back as a specification."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -50,10 +51,17 @@ def exported_spec(folder: Path, shape: AdapterSpec) -> AdapterSpec:
     try:
         config = json.loads(path.read_bytes())
         spec = replace(
-            shape, rank=int(config["r"]), alpha=float(config["lora_alpha"]), dropout=float(config["lora_dropout"])
-        )
+            shape, rank=int(config["r"]), alpha=float(config["lora_alpha"]), dropout=float(config["lora_dropout"]),
+            rslora=bool(config.get("use_rslora")), rank_pattern=tuple((config.get("rank_pattern") or {}).items()),
+            alpha_pattern=tuple((config.get("alpha_pattern") or {}).items()),
+        )  # fmt: skip
         if config.get("target_parameters"):
             return spec
-        return replace(spec, targets=tuple(config["target_modules"]))
+        return replace(spec, targets=_layers(config["target_modules"]), exclude=_layers(config.get("exclude_modules")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _layers(names: Sequence[str] | None) -> tuple[str, ...] | str:
+    """Return layers of PEFT's files as `AdapterSpec` has them: names, or a pattern."""
+    return names if isinstance(names, str) else tuple(names or ())

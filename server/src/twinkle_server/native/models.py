@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -22,6 +22,10 @@ from twinkle_server.tinker.models import check_base, submit_create
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
+_INIT: Final[dict[bool | str, Literal["kaiming", "gaussian", "random"]]] = {
+    True: "kaiming", False: "random", "gaussian": "gaussian",
+}  # fmt: skip
+"""Kinds of first weights by PEFT's `init_lora_weights`."""
 _NUMBER: Final = {"seq_id": "number of the operation in the queue of its model; identifies a retry"}
 METHODS: Final[dict[str, tuple[Kind, type[types.Arguments]]]] = {
     "forward_backward": ("native_pass", types.ForwardBackward),
@@ -108,14 +112,18 @@ def _fresh(config: types.AdapterConfig, seed: int, accumulation: int) -> Create:
     create = Create(
         config.r, seed, alpha=config.lora_alpha, dropout=config.lora_dropout, native=True, accumulation=accumulation,
         rank_pattern=list(config.rank_pattern.items()), alpha_pattern=list(config.alpha_pattern.items()),
+        rslora=config.use_rslora, init=_INIT[config.init_lora_weights],
     )  # fmt: skip
     switches = (config.train_attn, config.train_mlp, config.train_unembed)
     if all(switch is None for switch in switches):
         target = config.target_modules
-        create.targets = [target] if isinstance(target, str) else list(target or ())
+        create.targets = ["all-linear"] if target == "all-linear" else target or []
+        create.exclude = config.exclude_modules
         return create
-    if config.target_modules is not None:
-        raise BadRequest("give target_modules, or train_attn, train_mlp and train_unembed, not both")
+    if config.target_modules is not None or config.exclude_modules is not None:
+        raise BadRequest(
+            "give target_modules and exclude_modules, or train_attn, train_mlp and train_unembed, not both"
+        )
     create.train_attn, create.train_mlp, create.train_unembed = (switch is not False for switch in switches)
     if not (create.train_attn or create.train_mlp or create.train_unembed):
         raise BadRequest("at least one of train_attn, train_mlp and train_unembed must be true")

@@ -96,12 +96,16 @@ class AdapterSpec:
         train_mlp: adapt the linear layers of the MLPs, experts included.
         train_unembed: adapt the output projection.
         targets: adapt these layers instead of those that the three switches select: last names of layers, or
-            `("all-linear",)`, all linear layers but the output projection. `()` lets the engine choose, as PEFT does.
-            An engine without the feature `model` may refuse this field with `Unsupported`.
+            `("all-linear",)`, all linear layers but the output projection, or, as a text, a regular expression for the
+            whole path of a layer. `()` lets the engine choose, as PEFT does.
+            An engine without the feature `model` may refuse this field, and the fields below, with `Unsupported`.
         rank_pattern: ranks of single layers: pairs of a pattern and a rank. A pattern is a regular expression for the
-            end of a layer's path that begins at a dot, as in PEFT; the first one that matches counts. An engine without
-            the feature `model` may refuse this field and the next one.
+            end of a layer's path that begins at a dot, as in PEFT; the first one that matches counts.
         alpha_pattern: `alpha` of single layers, in the same way.
+        exclude: layers that `targets` selects and that are not adapted: last names, or a regular expression, as there.
+        rslora: the low-rank term is scaled by `alpha / sqrt(rank)` instead.
+        init: the first weights: A is uniform ("kaiming") or normal ("gaussian") as in PEFT, and B is 0; or neither is
+            ("random"), as with PEFT's `init_lora_weights=False`.
     """
 
     rank: int
@@ -111,32 +115,42 @@ class AdapterSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | str | None = None
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
+    exclude: tuple[str, ...] | str = ()
+    rslora: bool = False
+    init: Literal["kaiming", "gaussian", "random"] = "kaiming"
 
     def __post_init__(self) -> None:
         """Make tuples of the lists that JSON has."""
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
+        for name in ("targets", "exclude"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in _PATTERNS:
             object.__setattr__(self, name, tuple(tuple(pair) for pair in getattr(self, name)))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON data for `from_json`; empty patterns are left out, as older versions wrote it."""
+        """Return the fields as JSON data for `from_json`; defaults that older versions lack are left out."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: value for name, value in values.items() if value or name not in _PATTERNS}
+        return {name: value for name, value in values.items() if name not in _ADDED or value != _ADDED[name]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "AdapterSpec":
         """Return a specification from what `as_json` returned.
 
         Raises:
-            TypeError: a field is missing or unknown, or `targets` or a pattern has another type.
+            TypeError: a field is missing or unknown, or one that selects or scales layers has another type.
         """
-        targets = values.get("targets")
-        if targets is not None and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
-            raise TypeError(f"targets must be a list of names, got {targets!r}")
+        for field_name in ("targets", "exclude"):
+            names = values.get(field_name)
+            listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            if names is not None and not isinstance(names, str) and not listed:
+                raise TypeError(f"{field_name} must be a list of names, or a text, got {names!r}")
+        if values.get("init", "kaiming") not in ("kaiming", "gaussian", "random"):
+            raise TypeError(f"init must be 'kaiming', 'gaussian' or 'random', got {values['init']!r}")
+        if not isinstance(values.get("rslora", False), bool):
+            raise TypeError(f"rslora must be True or False, got {values['rslora']!r}")
         for name in _PATTERNS:
             pairs = values.get(name, [])
             if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
@@ -145,6 +159,10 @@ class AdapterSpec:
 
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+_ADDED: Mapping[str, Any] = {
+    "rank_pattern": (), "alpha_pattern": (), "exclude": (), "rslora": False, "init": "kaiming",
+}  # fmt: skip
+"""Fields that later versions added, with their defaults."""
 
 
 def _is_pair(pair: Any) -> bool:
