@@ -155,13 +155,22 @@ class Unreported:
         self.some_reported = False
 
     def put(self, place: int, result: bytes | Exception, cost: Cost) -> None:
-        """Add the result of a task, and report it if all earlier ones of its queue were."""
+        """Add the result of a task, and report it if all earlier ones of its queue were.
+
+        Raises:
+            EngineFault: a result could not be reported.
+        """
         self._results[place] = result, cost
         waiting = self._waiting[self._tasks[place].queue_id]
         while waiting and waiting[0] in self._results:
             first = waiting.popleft()
             self.some_reported = True
-            self._end(self._tasks[first], *self._place(first))
+            try:
+                self._end(self._tasks[first], *self._place(first))
+            except EngineFault:
+                raise
+            except Exception as error:  # it has trained: a further run, or a snapshot that does not count it, is wrong
+                raise EngineFault(f"the end of operation {self._tasks[first].number} cannot be reported") from error
 
     def _place(self, place: int) -> tuple[bytes | Exception, int, Cost]:
         result, cost = self._results[place]
