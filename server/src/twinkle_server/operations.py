@@ -371,13 +371,13 @@ class Sample(_Payload):
         topk_sample_logprobs: number of alternatives per sampled token.
         targets: `{"data", "shape", "sparse_crow_indices"?, "sparse_col_indices"?}` of `target_prompt_logprobs`.
         alternatives: number of draws per prompt position (`prompt_alt_tokens_k`).
+        more: further fields of `twinkle.data_format.SamplingParams`, which replace what follows from the others.
     """
 
     tokens: list[int]
     count: int = 1
     source: str | None = None
     inflight: str | None = None
-        more: further fields of `twinkle.data_format.SamplingParams`, which replace what follows from the others.
     max_tokens: int | None = None
     seed: int = 0
     stop: list[Any] | None = None
@@ -390,13 +390,13 @@ class Sample(_Payload):
     topk_sample_logprobs: int = 0
     targets: dict[str, Any] | None = field(default=None)
     alternatives: int = 0
+    more: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class Generate(_Payload):
     """A request whose tokens are streamed. It is not written to the log, and ends with the engine.
 
-    more: dict[str, Any] | None = None
     Attributes:
         tokens: of the prompt.
         params: fields of `twinkle.data_format.SamplingParams`.
