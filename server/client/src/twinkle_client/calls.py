@@ -4,7 +4,6 @@ A call is a generator that yields what it needs, an HTTP request to send or seco
 does no input or output itself, so one implementation serves both kinds of script, and tests need no network.
 """
 
-import inspect
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -91,7 +90,7 @@ def twins(
     for form, own in forms:
         form.__name__, form.__doc__, form.__module__ = own, method.__doc__, method.__module__
         form.__qualname__ = method.__qualname__.removesuffix(method.__name__) + own
-        form.__signature__ = inspect.signature(method).replace(return_annotation=inspect.Signature.empty)
+        form.__wrapped__ = method  # whose signature inspect.signature returns, without reading it at import
     return forms[0][0], forms[1][0]
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from importlib import metadata as packages
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle.errors import TrainingStateError
@@ -101,10 +100,12 @@ class TwinkleClient:
 
     def create_session(self, metadata: Mapping[str, Any] | None = None) -> str:
         """Begin a new session, which replaces the client's present one, and return its id."""
+        from importlib.metadata import version
+
         own = {} if self._record_rollouts else {"record_rollouts": "false"}
         body = {
             "metadata": {**{key: str(value) for key, value in (metadata or {}).items()}, **own},
-            "client_version": packages.version("twinkle-client"),
+            "client_version": version("twinkle-client"),
         }
         session: str = self.run(self.connection.request("POST", "/create_session", body))["session_id"]
         if self._heartbeats is not None:

@@ -3,7 +3,7 @@
 `DataResource` is the only implementation; the public classes list the published methods with their signatures.
 """
 
-import asyncio
+import functools
 import inspect
 import threading
 import uuid
@@ -186,6 +186,8 @@ class DataResource:
             return self._client.connection.run(call)
 
     async def _run_async(self, call: Call[T]) -> T:
+        import asyncio
+
         while not self._lock.acquire(blocking=False):  # another thread or task waits for an answer
             await asyncio.sleep(_POLL)
         try:
@@ -199,7 +201,11 @@ class _Method:
 
     def __init__(self, stub: Callable[..., Any], name: str) -> None:
         self._stub, self._name = stub, name
-        self._signature = inspect.signature(stub)
+
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        """The signature, read at the first call: it takes longer than the rest of the import."""
+        return inspect.signature(self._stub)
 
     def __set_name__(self, owner: type, name: str) -> None:
         wait, wait_async = self._forms()
@@ -207,7 +213,7 @@ class _Method:
         for form, own in forms:
             form.__name__, form.__doc__, form.__module__ = own, self._stub.__doc__, self._stub.__module__
             form.__qualname__ = f"{owner.__qualname__}.{own}"
-            form.__signature__ = self._signature
+            form.__wrapped__ = self._stub  # whose signature inspect.signature returns
             setattr(owner, own, form)
 
     def _forms(self) -> tuple[Callable[..., Any], Callable[..., Awaitable[Any]]]:

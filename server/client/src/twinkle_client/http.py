@@ -4,7 +4,6 @@ Every request has an id (`X-Request-Id`, `X-Idempotency-Key`) that all of its at
 recognize a repetition. Operations of a model also have their number in the model's queue; see `queues`.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +21,8 @@ from twinkle_client.calls import Answer, Call, Send, Sleep
 from twinkle_client.errors import ConnectionFailed, ServiceError, error_of
 
 if TYPE_CHECKING:
+    import asyncio
+
     import httpx
 
 T = TypeVar("T")
@@ -235,6 +236,8 @@ class Connection:
 
     async def _perform_async(self, effect: Send | Sleep) -> Answer | None:
         if isinstance(effect, Sleep):
+            import asyncio
+
             await asyncio.sleep(effect.seconds)
             return None
         import httpx
@@ -259,6 +262,8 @@ class Connection:
 
     def _loop_client(self) -> "httpx.AsyncClient":
         """Return the client of the running event loop: sockets belong to one loop."""
+        import asyncio
+
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -281,6 +286,8 @@ class Connection:
 
     async def close_async(self) -> None:
         """Close the sockets of asynchronous calls of the running event loop."""
+        import asyncio
+
         with self._lock:
             client = self._async_clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
