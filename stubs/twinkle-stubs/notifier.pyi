@@ -1,6 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Notifiers: the contract `Notifier`, and every installed notifier by name."""
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +27,17 @@ class Notifier(ABC):
     def __call__(self, message: str) -> None:
         """Deliver `message`. On failure, log the reason; never raise."""
 
-    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments from which `from_dict` builds this notifier in another process.
 
         The values are JSON data and include the secrets: remove these before you print or store the dict. If it has a
         key `type` (the name of a notifier), `Notifier.from_dict` can build it; otherwise only its own class can.
+
+        The default reads the arguments of the constructor from attributes of the same name; override it if they are
+        not there.
         """
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

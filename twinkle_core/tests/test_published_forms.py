@@ -62,3 +62,20 @@ def test_remote_code_is_trusted_only_on_request(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
     assert twinkle.trust_remote_code()
     twinkle.check_unsafe(len)
+
+
+def test_a_notifier_needs_only_a_call() -> None:
+    from twinkle.notifier import Notifier, secrets_of
+
+    class Plain(Notifier):
+        def __call__(self, message: str) -> None: ...
+
+    class Kept(Plain):
+        def __init__(self, token: str, room: str = "one", hidden: int = 0) -> None:
+            self.token, self.room = token, room
+
+    assert (repr(Plain()), Plain().to_dict(), type(Plain.from_dict({}))) == ("Plain()", {}, Plain)
+    notifier = Kept("12345")
+    assert Kept.from_dict(notifier.to_dict()).token == "12345"
+    assert repr(notifier) == "Kept(token='***', room='one')"
+    assert secrets_of(notifier) == ["12345"]
