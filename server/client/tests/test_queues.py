@@ -8,7 +8,7 @@ import pytest
 
 from twinkle_client import errors, wire
 from twinkle_client.http import Connection
-from twinkle_client.queues import AdapterQueue
+from twinkle_client.queues import AdapterQueue, WaitLog
 
 Fault = Callable[[str, int], str]
 """Returns what happens to a request, from its method and its place among all: "", "before", "after" or "stop"."""
@@ -154,3 +154,14 @@ def test_a_refused_call_uses_up_its_number(skip: str) -> None:
         train(queue, connection, "refused")
     assert train(queue, connection) == 2
     assert service.done() == ["train"]
+
+
+def test_the_log_shows_each_change_of_what_a_call_waits_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = WaitLog("sample")
+    caplog.set_level("INFO", "twinkle")
+    for state in ({}, {"done": 0, "total": 8}, {"done": 0, "total": 8}, {"done": 3, "total": 8, "reason": "busy"}):
+        log.add({"status": "pending", "queue_state": "active", **state})
+    assert [record.getMessage() for record in caplog.records] == [
+        "sample waits (0 of 8 prompts are complete)",
+        "sample waits (3 of 8 prompts are complete; active: busy)",
+    ]
