@@ -8,6 +8,7 @@ from twinkle.errors import SettingsError
 from twinkle_testing.other_machine import RoundsByRows
 from twinkle_torch.numerics import (
     FAST_PATHS,
+    TOKEN_FACTOR,
     InFloat64,
     RoundingNoise,
     disabled,
@@ -65,6 +66,8 @@ def test_other_rounding_is_no_fault(dtype: torch.dtype) -> None:
     assert found.exact, found.reason
     assert found.difference > 0
     assert found.method == ("float64" if dtype == torch.bfloat16 else "rounding")
+    assert 0 < found.units <= TOKEN_FACTOR
+    assert f"at most {found.units:.1f} times the rounding of a token (limit 16)" in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

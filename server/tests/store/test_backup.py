@@ -248,7 +248,17 @@ def a_file(made: Made, start: str) -> str:
     return next(name for name in sorted(made.listing.files) if name.startswith(start))
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {"changed": flip, "removed": Path.unlink}
+def lengthen(path: Path) -> None:
+    """Append a byte."""
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "its content has changed since the backup (same size, other SHA-256)": flip,
+    "in the list of the backup": lengthen,
+    "cannot be read": Path.unlink,
+}
+"""Ways to damage a file, by what is said about it."""
 
 
 def test_a_backup_that_the_disk_interrupts_continues(data: Trained, tmp_path: Path) -> None:
@@ -268,7 +278,7 @@ def test_a_backup_that_the_disk_interrupts_continues(data: Trained, tmp_path: Pa
 def test_damage_of_a_backup_is_found_and_not_inherited(data: Trained, tmp_path: Path) -> None:
     folder, to = data[0], tmp_path / "backups"
     made = backup(folder, to)
-    for damage in DAMAGES.values():
+    for words, damage in DAMAGES.items():
         for start in ("checkpoints/", "snapshots/", "secret", "twinkle.db"):
             copy = tmp_path / "copy"
             shutil.copytree(made.folder, copy)
@@ -277,6 +287,7 @@ def test_damage_of_a_backup_is_found_and_not_inherited(data: Trained, tmp_path: 
             problems = verify_backup(copy)[2]
             assert len(problems) == 1
             assert problems[0].startswith(f"{name}: ")
+            assert words in problems[0]
             result = CliRunner().invoke(server, ["verify-backup", str(copy)])
             assert (result.exit_code, f"damaged: {name}" in result.output) == (1, True)
             with pytest.raises(StoreError, match=f"is damaged: {name}"):

@@ -8,8 +8,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import orjson
 import pytest
+from click.testing import CliRunner
 
+from twinkle_server.cli.status import ready
 from twinkle_server.store.opening import open_store
 from twinkle_server.telemetry.status import FILE, Presence, announce, ask, find, read_figures, withdraw
 
@@ -76,6 +79,21 @@ def test_the_running_server_is_asked(tmp_path: Path, status: int, body: bytes, q
         said = ask(tmp_path)
         thread.join(10)
     assert (said or {}).get("queues") == queues
+
+
+@pytest.mark.parametrize(("draining", "begin"), [(True, "not ready: draining"), (False, "not ready: engine starting")])
+def test_who_asks_whether_it_is_ready_gets_the_reason(tmp_path: Path, draining: bool, begin: str) -> None:
+    facts = {"engine": "up" if draining else "starting", "last_pass": "no failure", "store": "writable"}
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.said = (503, orjson.dumps({"status": "not ready", **facts, "draining": draining, "paths": []}))  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        announce(tmp_path, Presence(os.getpid(), f"http://127.0.0.1:{server.server_port}", "model", 1.0))
+        result = CliRunner().invoke(ready, ["--data", str(tmp_path)])
+        thread.join(10)
+    assert result.exit_code == 1
+    assert result.output.startswith(begin), result.output
+    assert "store writable" in result.output
 
 
 def test_a_server_that_does_not_answer_is_no_trouble(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from twinkle_server.cli.server import main as server
 from twinkle_server.errors import BadRequest, NotFound, Unavailable
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy import keys as module
@@ -238,3 +240,11 @@ def test_a_running_service_has_changed_quotas_within_a_second(store: Store, monk
         assert (before.quotas, after.quotas) == ({"operations": 5}, {"operations": 9})
 
     asyncio.run(story())
+
+
+def test_the_list_of_keys_has_all_digits_of_their_quotas(tmp_path: Path) -> None:
+    data = ["--data", str(tmp_path)]
+    given = ["--bytes", "1234567890", "--weight", "0.25", "--tokens-per-second", "1000000"]
+    assert CliRunner().invoke(server, ["keys", "create", "ana", *data, *given]).exit_code == 0
+    listed = CliRunner().invoke(server, ["keys", "list", *data]).output.split()
+    assert {"bytes=1234567890", "weight=0.25", "tokens_per_second=1000000"} <= set(listed)

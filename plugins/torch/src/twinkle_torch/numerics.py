@@ -231,6 +231,8 @@ class Evidence:
         moved: largest relative change of a token after a change of a sequence that it must not depend on.
         rounding: measured rounding of the token that differs most in units of it.
         dtype: dtype of the model's results, or of autocast if that is on.
+        units: largest difference or change of a token in units of its own rounding; `TOKEN_FACTOR` is the limit, unless
+            tokens choose experts.
     """
 
     path: str
@@ -241,6 +243,7 @@ class Evidence:
     moved: float = 0.0
     rounding: float = 0.0
     dtype: str = ""
+    units: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the attributes by name, and the one line of `str()` as `summary`, for JSON."""
@@ -252,10 +255,10 @@ class Evidence:
             return f"{self.path} off: {self.reason}"
         if self.method == "equal bits":
             return f"{self.path} on: equal bits in {self.dtype}"
-        return (
-            f"{self.path} on ({self.method}, {self.dtype}): differs by {max(self.difference, self.moved):.1e} where "
-            f"rounding is {self.rounding:.1e}"
-        )
+        differs = f"{self.path} on ({self.method}, {self.dtype}): differs by {max(self.difference, self.moved):.1e}"
+        if self.units > TOKEN_FACTOR:
+            return f"{differs}; some tokens by {self.units:.0f} times their rounding, which chooses other experts there"
+        return f"{differs}, at most {self.units:.1f} times the rounding of a token (limit {TOKEN_FACTOR:g})"
 
 
 def disabled(path: str) -> bool:
@@ -449,4 +452,4 @@ class _Measured:
             float(self.moved.max()),
             float(self.rounding[int(self.units.argmax())]),
         )
-        return Evidence(path, not reason, method, reason, *numbers, self.dtype)
+        return Evidence(path, not reason, method, reason, *numbers, self.dtype, float(self.units.max()))

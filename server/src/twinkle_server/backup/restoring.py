@@ -39,8 +39,10 @@ def verify_backup(folder: Path) -> tuple[Path, Listing, list[str]]:
         except OSError as error:
             problems.append(f"{name}: cannot be read ({error.strerror})")
             continue
-        if found != (sha256, size):
-            problems.append(f"{name}: has {found[1]} bytes that differ from the {size} of the backup")
+        if found[1] != size:
+            problems.append(f"{name}: has {found[1]} bytes, and {size} in the list of the backup")
+        elif found[0] != sha256:
+            problems.append(f"{name}: its content has changed since the backup (same size, other SHA-256)")
     present = {path.relative_to(generation).as_posix() for path in generation.rglob("*") if not path.is_dir()}
     problems += [f"{name}: is not part of the backup" for name in sorted(present - {*listing.files, LISTING})]
     if DATABASE not in listing.files:

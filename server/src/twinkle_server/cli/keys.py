@@ -143,6 +143,11 @@ def _fields(key: "Key") -> dict[str, Any]:
 
 def _line(key: "Key") -> str:
     day = datetime.fromtimestamp(key.created, UTC).strftime("%Y-%m-%d")
-    quotas = "".join(f"  {name}={value:g}" for name, value in key.quotas.items())
+    quotas = "".join(f"  {name}={_number(value)}" for name, value in key.quotas.items())
     ended = "  revoked" if key.revoked else ""
     return f"{key.name}  {key.role}  tenant {key.tenant}  since {day}{quotas}{ended}"
+
+
+def _number(value: float) -> str:
+    """Return a number with all of its digits: `1000000`, `0.25`."""
+    return str(int(value)) if float(value).is_integer() else repr(value)

@@ -43,10 +43,15 @@ def ready(context: click.Context, /, data: Path, as_json: bool) -> None:
     from twinkle_server.telemetry.status import ask_ready
 
     good, fields = ask_ready(data.absolute())
-    reasons = ", ".join(f"{name} {fields[name]}" for name in ("engine", "last_pass", "store") if name in fields)
-    text = "ready" if good else f"not ready: {reasons or 'no server responds'}"
+    text = "ready" if good else f"not ready: {', '.join(_reasons(fields)) or 'no server responds'}"
     echo({"ready": good, **fields}, as_json, [text])
     context.exit(0 if good else 1)
+
+
+def _reasons(fields: dict[str, Any]) -> list[str]:
+    """Return why a server is not ready, and the rest of its answer; a drain comes first, because it explains itself."""
+    drains = ["draining (operations that run finish, and new ones are refused)"] if fields.get("draining") else []
+    return drains + [f"{name} {fields[name]}" for name in ("engine", "last_pass", "store") if name in fields]
 
 
 async def _figures(store: "Store") -> dict[str, Any]:

@@ -147,8 +147,10 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
             if error.errno in _PASSING:
                 raise
             raise Damaged(f"{folder.name}: {name[:200]!r} cannot be read ({type(error).__name__})") from error
-        if (sha256, size) != (entry.sha256, entry.size):
-            raise Damaged(f"{folder.name}: {name!r} has {size} bytes that differ from the {entry.size} published ones")
+        if size != entry.size:
+            raise Damaged(f"{folder.name}: {name!r} has {size} bytes, and {entry.size} in {MANIFEST}")
+        if sha256 != entry.sha256:
+            raise Damaged(f"{folder.name}: the content of {name!r} has changed (same size, other SHA-256)")
     if others := {path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST}:
         raise Damaged(f"{folder.name}: {min(others)[:200]!r} was not published")
     return manifest

@@ -135,7 +135,8 @@ class Meter:
             level = self._bucket(caller.key, rate, rate * _BURST).level
             if level < 0:
                 return Busy(
-                    f"token rate exceeded: this key is limited to {rate:g} tokens per second", retry_after=-level / rate
+                    f"token rate exceeded: this key is limited to {rate:.15g} tokens per second",
+                    retry_after=-level / rate,
                 )
         if quotas.operations is not None and (pending := self._pending(caller.tenant)) >= quotas.operations:
             return Busy(f"too many unfinished operations: you have {pending} (limit of this key: {quotas.operations})")
