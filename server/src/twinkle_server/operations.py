@@ -210,7 +210,8 @@ class ModelInfo:
         vocabulary: number of token ids.
         architecture: of the model class.
         tokenizer: where clients find its tokenizer; "" if there is none.
-        losses: names of losses that requests may use.
+        losses: names of losses that Tinker requests may use.
+        own_losses: names of losses that `set_loss` of a native model may use.
         paths: results of the check of each fast path of training and sampling: `path`, `exact`, `reason`, `summary`,
             and the measured numbers.
     """
@@ -221,6 +222,7 @@ class ModelInfo:
     architecture: str = ""
     tokenizer: str = ""
     losses: tuple[str, ...] = field(default=())
+    own_losses: tuple[str, ...] = field(default=())
     paths: tuple[Mapping[str, Any], ...] = field(default=())
 
 

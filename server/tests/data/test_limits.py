@@ -369,3 +369,9 @@ def _raw_dataset(client: Client, name: str) -> Any:
         return client.connection.run(client.connection.request("POST", "/data", body, query=query))
     except RequestRefused as error:
         raise getattr(twinkle.errors, error.kind or "")(str(error)) from error
+
+
+def test_each_kind_that_is_listed_has_methods() -> None:
+    from twinkle_server.data import calls, offered
+
+    assert tuple(calls.METHODS) == offered.KINDS

@@ -21,6 +21,19 @@ def model(client: TwinkleClient) -> MultiLoraTransformersModel:
     return made
 
 
+def test_what_can_be_named_is_listed(client: TwinkleClient, model: MultiLoraTransformersModel) -> None:
+    offered = client.get_server_capabilities().components
+    assert {"InfonceLoss", "GKDLoss", "DPOLoss", "cross_entropy"} <= set(offered["loss"])
+    assert "MSELoss" not in offered["loss"]
+    for loss in offered["loss"]:
+        model.set_loss(loss)
+    assert "SelfCognitionProcessor" in offered["preprocessor"]
+    assert "GSM8KAccuracyReward" in offered["reward"]
+    assert "Dataset" in offered["dataset"]
+    assert {"filter", "template", "processor", "dataloader", "metric", "optimizer"} <= offered.keys()
+    assert {"EmbeddingMetric", "GKDMetric"} <= set(offered["metric"])
+
+
 def test_a_checkpoint_for_training_is_sampled_like_one_for_sampling(
     model: MultiLoraTransformersModel, client: TwinkleClient
 ) -> None:

@@ -21,9 +21,10 @@ from twinkle import registry
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError, TrainingStateError, TwinkleError, Unsupported
 from twinkle_client import wire
 from twinkle_client.errors import WireError
-from twinkle_registry import ComponentSpec, nearest
+from twinkle_registry import nearest
 from twinkle_server.data.arguments import Arguments
 from twinkle_server.data.confinement import NotConfined, confine
+from twinkle_server.data.offered import KINDS, allowed
 from twinkle_server.data.rules import Rules
 
 METHODS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -55,7 +56,7 @@ def import_all(rules: Rules) -> None:
     pyarrow.set_cpu_count(1)
     pyarrow.set_io_thread_count(1)
     datasets.disable_progress_bars()
-    for kind in METHODS:
+    for kind in KINDS:
         for specs in registry().specs(kind).values():
             for spec in filter(allowed, specs):
                 if spec.dist.startswith("twinkle-"):
@@ -70,11 +71,6 @@ def _warm_up(folder: str) -> None:
     """Encode a row once, which imports the modules of the tokenizer."""
     template = registry().build("Template", "template", model_id=folder)
     template.encode({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-
-
-def allowed(spec: ComponentSpec) -> bool:
-    """Return whether requests may name a component."""
-    return spec.tenant_safe and "served" in spec.runtimes
 
 
 @dataclass(slots=True)

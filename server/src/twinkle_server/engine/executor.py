@@ -388,6 +388,7 @@ class Executor:
             architecture=about.architecture,
             tokenizer="" if about.tokenizer is None else str(about.tokenizer),
             losses=self._losses.names(about.losses),
+            own_losses=self._losses.own_names(),
             paths=about.paths,
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle_client import types
 from twinkle_server.app_state import Caller, app_state_of, caller_of, now
+from twinkle_server.data import offered as data_components
 from twinkle_server.engine.native import components
 from twinkle_server.ids import new_id
 from twinkle_server.native.bodies import call_schema, model_response, read_body
@@ -63,8 +64,9 @@ async def get_server_capabilities(request: Request) -> Response:
     state = app_state_of(request)
     info = state.service.info
     model = types.SupportedModel(model_name=info.name, max_context_length=info.context or None)
-    offered = {kind: components.names(kind, state.settings.in_process_losses) for kind in components.SHIPPED}
-    offered["loss"] = list(info.losses)
+    offered = {} if state.data is None else {kind: data_components.names(kind) for kind in data_components.KINDS}
+    offered |= {kind: components.names(kind, state.settings.in_process_losses) for kind in components.SHIPPED}
+    offered["loss"] = list(info.own_losses)
     return model_response(types.ServerCapabilities(supported_models=[model], components=offered))
 
 

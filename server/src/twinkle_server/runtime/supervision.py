@@ -276,9 +276,8 @@ class Supervisor:
             async with asyncio.timeout(self._times.start):
                 ready = await child.receive()
             info = ready.head["info"]
-            self._ready(
-                child, ModelInfo(**{**info, "losses": tuple(info["losses"]), "paths": tuple(info.get("paths", ()))})
-            )
+            lists = {name: tuple(value) for name, value in info.items() if isinstance(value, list)}
+            self._ready(child, ModelInfo(**{**info, **lists}))
             watch = asyncio.create_task(self._watch(child))
             while True:
                 self._handle(await child.receive())

@@ -87,9 +87,11 @@ class Losses:
         Args:
             native: names of further losses, computed by the engine itself.
         """
-        names = (self._specs().keys() | native) - NATIVE_ONLY
-        first = (*PUBLISHED, *OWN)
-        return (*(name for name in first if name in names), *sorted(names - set(first)))
+        return _published_first((self._specs().keys() | native) - NATIVE_ONLY)
+
+    def own_names(self) -> tuple[str, ...]:
+        """Return the names of all losses that a model can be given by native calls, the published ones first."""
+        return _published_first(self._specs().keys())
 
     def build(
         self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, queue_id: str = "", number: int = 0
@@ -211,6 +213,11 @@ class Losses:
         close = nearest(name, specs)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"unknown loss_fn {name[:80]!r}{hint}; available: {', '.join(self.names())}")
+
+
+def _published_first(names: Set[str]) -> tuple[str, ...]:
+    first = (*PUBLISHED, *OWN)
+    return (*(name for name in first if name in names), *sorted(names - set(first)))
 
 
 def _why_refused(name: str) -> str:
