@@ -72,9 +72,10 @@ def adapter(folder: Path, modules: dict[str, tuple[int, int]], **config: Any) ->
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    """Return all tensors of a model, as its index names them."""
-    index = folder / merging.INDEX
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {merging.SINGLE}
+    """Return all tensors of a model, as transformers finds them: a single file comes before an index."""
+    files = {merging.SINGLE}
+    if not (folder / merging.SINGLE).exists():
+        files = set(json.loads((folder / merging.INDEX).read_text())["weight_map"].values())
     return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
@@ -114,14 +115,17 @@ def test_adapted_weights_change_by_the_product_and_all_others_not_at_all(
     assert str(base) not in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_a_head_of_its_own_is_written_where_the_base_shares_it(tmp_path: Path) -> None:
-    base = base_model(tmp_path / "base", tied=True)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_head_of_its_own_is_written_where_the_base_shares_it(shards: int, tmp_path: Path) -> None:
+    base = base_model(tmp_path / "base", tied=True, shards=shards)
     changes = adapter(tmp_path / "a", {"lm_head": (WORDS, DEEP)})
     before, after = weights(base), merged(base, changes, tmp_path / "out")
     np.testing.assert_array_equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     expected = before["model.embed_tokens.weight"] + delta(changes, "lm_head", 32 / RANK)
     np.testing.assert_array_equal(after["lm_head.weight"], expected.astype(np.float32))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    index = json.loads((tmp_path / "out" / merging.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in after.values())
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
@@ -215,6 +219,38 @@ def test_a_merged_model_is_that_of_peft(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Who") == AutoTokenizer.from_pretrained(base).encode(
         "Who"
     )
+
+
+@pytest.mark.full
+def test_a_merged_model_with_an_untied_head_computes_what_the_adapter_did(tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from twinkle.testing import tiny_model
+
+    config = AutoConfig.from_pretrained(tiny_model(tmp_path / "tiny", "qwen3"))
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / merging.SINGLE)
+
+    def opened() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float32)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        targets = ["q_proj", "down_proj", "lm_head"]
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+        adapted = PeftModel(opened(), settings)
+        adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    (tmp_path / "out").mkdir()
+    merge(tmp_path / "tied", tmp_path / "adapter", tmp_path / "out")
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    expected = adapted(tokens).logits
+    torch.testing.assert_close(merged_model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(opened()(tokens).logits, expected, rtol=1e-1, atol=1e-1), "the adapter changes much"
 
 
 def test_parts_of_a_file_are_what_the_standard_says() -> None:

@@ -29,6 +29,8 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 HEAD: Final = "model-lm_head.safetensors"
 """An output head that the base model shares with its embedding, and that the adapter has changed."""
+FIRST: Final = "model-00001.safetensors"
+"""The file of a base with a single one, beside such a head: loaders that find `SINGLE` do not read the index."""
 _OTHERS: Final = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 _KEY: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -172,22 +174,23 @@ def merge(base: Path, adapter: Path, output: Path, progress: Progress = lambda d
     transposed = bool(config.get("fan_in_fan_out"))
     targets, head = _targets(deltas, tensors, json.loads((base / "config.json").read_bytes()))
     total, done = size_of_merged(base), 0
-    for name in names:
-        shutil.copyfile(base / name, output / name)
-        with (output / name).open("r+b") as file:
+    files = {name: FIRST if head is not None and name == SINGLE else name for name in names}
+    for name, written in files.items():
+        shutil.copyfile(base / name, output / written)
+        with (output / written).open("r+b") as file:
             for weight, delta in targets.items():
                 if tensors[weight].file == name:
                     _add(file, weight, tensors[weight], delta, transposed)
             file.flush()
             os.fsync(file.fileno())
-        done += (output / name).stat().st_size
+        done += (output / written).stat().st_size
         progress(done, total)
     settings = _model_config(base)
     if head is not None:
         _write_head(base, output, tensors[head[0]], head[1])
     if head is not None or any(name.endswith("lm_head.weight") for name in targets):
         settings["tie_word_embeddings"] = False  # otherwise a loader would replace the head by the embedding
-    _write_index(base, output, tensors, names, untied=head is not None)
+    _write_index(base, output, tensors, files, None if head is None else tensors[head[0]])
     (output / "config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
     for name, part in tokenizer_files(base).items():
         if name != "config.json":
@@ -306,13 +309,26 @@ def _write_head(base: Path, output: Path, tensor: Tensor, delta: Delta) -> None:
         _add(file, "lm_head.weight", own, delta, transposed=False)
 
 
-def _write_index(base: Path, output: Path, tensors: Mapping[str, Tensor], names: list[str], untied: bool) -> None:
-    """Write the index of a model with several files."""
-    if not untied and names == [SINGLE]:
+def _write_index(
+    base: Path, output: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str], head: Tensor | None
+) -> None:
+    """Write the index of a model with several files.
+
+    Args:
+        base: folder of the base model.
+        output: folder of the merged model.
+        tensors: of the base model.
+        files: names of the base's files in the merged model.
+        head: the embedding that a head of its own was made of, if there is one.
+    """
+    if head is None and list(files) == [SINGLE]:
         return
-    places = {name: tensor.file for name, tensor in tensors.items()} | ({"lm_head.weight": HEAD} if untied else {})
-    size = sum(tensor.end - tensor.start for tensor in tensors.values())
-    metadata = {"total_size": size}
+    places = {name: files[tensor.file] for name, tensor in tensors.items()}
+    sizes = [tensor.end - tensor.start for tensor in tensors.values()]
+    if head is not None:
+        places["lm_head.weight"] = HEAD
+        sizes.append(head.end - head.start)
+    metadata = {"total_size": sum(sizes)}
     if (base / INDEX).exists():
         metadata = {**json.loads((base / INDEX).read_bytes()).get("metadata", {}), **metadata}
     index = {"metadata": metadata, "weight_map": dict(sorted(places.items()))}
