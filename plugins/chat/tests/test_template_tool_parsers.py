@@ -284,6 +284,8 @@ def test_one_block_of_deepseek_v4_holds_many_calls() -> None:
     [
         (HermesQwenParser(), "a<tool_response>\nrain\n</tool_response>b", "rain"),
         (ClineParser(), "[read_file for 'a.py'] Result:\nimport os", "import os"),
+        (ClineParser(), "[read_file for 'a.py'] Result: import os", "import os"),
+        (ClineParser(), "[read_file for 'a.py'] Result:\n  if a:\n    b", "  if a:\n    b"),
         (VCPParser(), "[[VCP调用结果信息汇总:\n- rain\nVCP调用结果结束]]", "- rain"),
         (ReActParser(), "Observation: rain\nall day\nThought: x", "rain\nall day"),
         (DSMLParser(), "<tool_result>rain</tool_result>", "rain"),
@@ -323,3 +325,22 @@ def test_a_call_that_another_call_quotes_in_another_markup_is_none() -> None:
     text = f"<tool_call>\n<function=note>\n<parameter=text>{inner}</parameter>\n</function>\n</tool_call>"
     assert said(TEMPLATE.parse_tool_call(text)) == [("note", {"text": inner.strip("\n")})]
     assert TEMPLATE.clean_tool_call(text) == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", ['"arguments": ""', '"arguments": null', '"arguments": " "', '"arguments": {}', ""]
+)
+def test_a_call_without_arguments_has_none(arguments: str) -> None:
+    for key in ("name", "tool_name"):
+        text = "<tool_call>{" + ", ".join(filter(None, [f'"{key}": "stop"', arguments])) + "}</tool_call>"
+        assert said(HermesQwenParser().parse(text)) == [("stop", {})]
+    assert HermesQwenParser().parse('<tool_call>{"name": "stop", "arguments": "now"}</tool_call>') == []
+
+
+def test_values_of_vcp_are_as_written_and_may_be_escaped() -> None:
+    text = (
+        "<<<[TOOL_REQUEST]>>>\ntool_name:「始」 note 「末」,\ntext:「始ESCAPE」 a 「始」b「末」\n「末ESCAPE」,\n"
+        "more:「始」 c 「末」\n<<<[END_TOOL_REQUEST]>>>"
+    )
+    assert said(VCPParser().parse(text)) == [("note", {"text": " a 「始」b「末」\n", "more": " c "})]
+    assert VCPParser().clean(f"so {text}") == "so"

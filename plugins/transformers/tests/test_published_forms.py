@@ -143,8 +143,9 @@ def test_an_engine_serves_concurrent_callers(tiny: Path) -> None:
 
 def test_options_of_from_pretrained_are_met_or_refused_with_the_remedy(tiny: Path) -> None:
     model = TransformersModel(
-        model_id=str(tiny), torch_dtype=torch.float32, low_cpu_mem_usage=True, device_map=Platform.get_local_device(), cache_dir=None,
-        local_files_only=True, ignore_mismatched_sizes=False, revision=None, token=None,
+        model_id=str(tiny), torch_dtype=torch.float32, low_cpu_mem_usage=True, cache_dir=None,
+        device_map=Platform.get_local_device(), local_files_only=True, ignore_mismatched_sizes=False,
+        revision=None, token=None,
     )  # fmt: skip
     assert {parameter.dtype for parameter in model.model.parameters()} == {torch.float32}
     sampler = TorchSampler(str(tiny), torch_dtype="bfloat16", revision=None, low_cpu_mem_usage=True)
@@ -160,3 +161,11 @@ def test_options_of_from_pretrained_are_met_or_refused_with_the_remedy(tiny: Pat
         TransformersModel(model_id="hf://owner/name", local_files_only=True)
     with pytest.raises(ArgumentError, match="two names of one argument"):
         TransformersModel(model_id=str(tiny), dtype="float32", torch_dtype="bfloat16")
+
+
+def test_an_optimizer_group_has_its_published_fields(tiny: Path) -> None:
+    model = TransformersModel(model_id=str(tiny), mixed_precision="fp16")
+    group = model.optimizer_group[""]
+    assert (group.scaler is group.loss_scale, group.scaler_has_nan) == (True, False)
+    assert group.scaler is not None
+    assert TransformersModel(model_id=str(tiny), mixed_precision="no").optimizer_group[""].scaler is None

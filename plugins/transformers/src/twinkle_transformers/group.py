@@ -109,6 +109,16 @@ class OptimizerGroup:
     train_status: Status = field(default_factory=Status)
     eval_status: Status = field(default_factory=Status)
 
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of fp16, under its published name; None with another precision."""
+        return self.loss_scale
+
+    @property
+    def scaler_has_nan(self) -> bool:
+        """Whether the update is skipped because the norm of the gradients is not finite; the published name."""
+        return self.dropped
+
     def loss(self) -> Any:
         """Return the loss; cross entropy if none was set."""
         if self.loss_instance is None:

@@ -7,7 +7,7 @@ from twinkle.tool_parser import Block, BlockParser, elements, trimmed
 
 _TOOL = re.compile(r"<([a-z][a-z0-9_]*)>")
 _PARAMETER = re.compile(r"\s*<([A-Za-z_][\w-]*)>")
-_RESULT = re.compile(r"\A\[[a-z][a-z0-9_]*(?: [^\]\n]*)?\] Result:\n(.*)\Z", re.DOTALL)
+_RESULT = re.compile(r"\A\[[a-z][a-z0-9_]*(?: [^\]\n]*)?\] Result:(?:[ \t]*\n|[ \t]*)(.*)\Z", re.DOTALL)
 _CONVERSATION = (
     "answer assistant content function function_call function_calls message messages output parameter parameters "
     "reasoning reasoning_content response role system think thinking tool tool_call tool_calls tool_response "

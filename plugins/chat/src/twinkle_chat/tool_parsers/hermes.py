@@ -42,12 +42,15 @@ class HermesQwenParser(BlockParser):
 
 def _from_json(inside: str) -> tuple[str, Any] | None:
     call = json_object(inside)
-    if call is None or not isinstance(call.get("name"), str) or not call["name"]:
+    name = (call or {}).get("name") or (call or {}).get("tool_name")
+    if call is None or not isinstance(name, str) or not name:
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
         arguments = json_object(arguments)
-    return (call["name"], arguments) if isinstance(arguments, dict) else None
+    elif arguments is None or isinstance(arguments, str):
+        arguments = {}
+    return (name, arguments) if isinstance(arguments, dict) else None
 
 
 def _from_markup(inside: str) -> tuple[str, Any] | None:
