@@ -1,11 +1,21 @@
 """The connection: what is repeated, what is not, and which errors scripts get."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from twinkle.errors import ArgumentError
 from twinkle_client import calls, errors, wire
@@ -114,6 +124,141 @@ def test_a_service_that_is_not_there() -> None:
     connection = connect(Script(httpx.ConnectError("refused")), retry_seconds=0.0)
     with pytest.raises(errors.ConnectionFailed, match=r"no answer to GET /twinkle/thing .*refused"):
         connection.run(connection.request("GET", "/thing", query={"secret": 1}))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that only pauses and attempts move."""
+    now = [100.0]
+    monkeypatch.setattr("twinkle_client.http.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("twinkle_client.http.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def test_the_whole_time_is_used_and_the_message_has_what_was_waited(clock: list[float]) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        clock[0] += 0.1
+        raise httpx.ConnectError("refused")
+
+    connection = connect(refuse, retry_seconds=20.0)
+    with pytest.raises(
+        errors.ConnectionFailed, match=r"GET /twinkle/thing for (\d+\.\d) s \(8 attempts; .*refused"
+    ) as lost:
+        connection.run(connection.request("GET", "/thing"))
+    assert clock[0] == pytest.approx(120.1, abs=0.05)
+    assert f"for {clock[0] - 100:.1f} s" in str(lost.value)
+
+
+def test_long_waits_are_logged_now_and_then(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(*[httpx.ConnectError("refused")] * 8, *[detail(503, "loads", **{"retry-after": "9"})] * 9,
+                    httpx.Response(200, json=1))  # fmt: skip
+    connection = connect(script)
+    with caplog.at_level("WARNING", "twinkle_client.http"):
+        assert connection.run(connection.request("GET", "/thing", query={"secret": 1})) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    first = "no result of GET /twinkle/thing for 6 s (ConnectError: refused); trying until 300 s have passed"
+    assert lines[0] == first
+    assert "HTTP status 503: loads" in lines[-1]
+    assert len(lines) == 1 + int((clock[0] - 106) // 30)
+    assert "secret" not in "".join(lines)
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """Write a certificate for a name that nobody trusts, with its key."""
+    key, called = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(called)
+        .issuer_name(called)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    file = folder / "both.pem"
+    file.write_bytes(key.private_bytes(*form) + made.public_bytes(serialization.Encoding.PEM))
+    return file
+
+
+@pytest.fixture
+def accepted() -> list[socket.socket]:
+    """Connections of `listening`."""
+    return []
+
+
+@contextlib.contextmanager
+def listening(file: Path | None, accepted: list[socket.socket]) -> Iterator[int]:
+    """Accept connections, with TLS if there is a certificate; the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if file is not None:
+            context.load_cert_chain(file)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    plain, _ = listener.accept()
+                    accepted.append(plain)
+                    with contextlib.suppress(OSError), plain:
+                        if file is None:
+                            plain.recv(4096)
+                            plain.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+                        else:
+                            context.wrap_socket(plain, server_side=True).close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "encrypted", "words"),
+    [
+        (False, True, "its certificate is not accepted: self-signed certificate; .*set SSL_CERT_FILE"),
+        (True, True, "its certificate is not accepted: .*127.0.0.1.*; .*check the address"),
+        (False, False, "the TLS handshake failed: .*; check that the address has the right port"),
+    ],
+    ids=["untrusted", "another name", "no TLS"],
+)
+def test_failures_of_tls_are_final(
+    trusted: bool, encrypted: bool, words: str, tmp_path: Path, accepted: list[socket.socket],
+    monkeypatch: pytest.MonkeyPatch, no_pauses: list[float],
+) -> None:  # fmt: skip
+    file = certificate(tmp_path, "other.example")
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    with listening(file if encrypted else None, accepted) as port:
+        connection = Connection(f"https://127.0.0.1:{port}", "tml-key")
+        where = rf"cannot connect to https://127.0.0.1:{port}: {words}"
+        with pytest.raises(errors.ConnectionFailed, match=where):
+            connection.run(connection.request("POST", "/thing", {"a": 1}))
+        with pytest.raises(errors.ConnectionFailed, match=where):
+            next(connection.events("/thing", {}))
+
+        async def story() -> None:
+            with pytest.raises(errors.ConnectionFailed, match=where):
+                await connection.run_async(connection.request("POST", "/thing"))
+            await connection.close_async()
+
+        asyncio.run(story())
+        connection.close()
+    assert len(accepted) == 3, "one attempt each"
+    assert no_pauses == []
+
+
+def test_a_connection_that_ends_during_the_handshake_is_repeated(no_pauses: list[float]) -> None:
+    ended = httpx.ConnectError("EOF occurred in violation of protocol")
+    ended.__cause__ = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
+    connection = connect(Script(ended, httpx.Response(200, json=1)))
+    assert connection.run(connection.request("GET", "/thing")) == 1
+    assert len(no_pauses) == 1
 
 
 def test_asynchronous_calls_are_the_same_calls() -> None:

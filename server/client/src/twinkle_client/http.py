@@ -6,7 +6,9 @@ recognize a repetition. Operations of a model also have their number in the mode
 
 import contextlib
 import json
+import logging
 import os
+import ssl
 import threading
 import time
 import uuid
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 DEFAULT_KEY: Final = "EMPTY_TOKEN"
 _RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
@@ -34,6 +37,10 @@ _EVENT: Final = "data: "
 _FAILURES: Final = 3
 """Attempts after an internal error of the service: some are transient, most are not."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds
+_FIRST_LINE, _LINES = 5.0, 30.0
+"""Seconds without success after which a line is logged, and until the next one."""
+_PASSING: Final = frozenset({"UNEXPECTED_EOF_WHILE_READING", "DECRYPTION_FAILED_OR_BAD_RECORD_MAC", "BAD_RECORD_MAC"})
+"""Failures of TLS that a broken connection can cause."""
 
 
 class Connection:
@@ -43,7 +50,8 @@ class Connection:
         base_url: address of the service, such as `http://127.0.0.1:8000`; by default `TWINKLE_SERVER_URL`.
         api_key: key of the tenant; by default `TWINKLE_SERVER_TOKEN`. Services without keys accept any.
         route_prefix: prefix of the native routes.
-        retry_seconds: how long a request is repeated after lost connections and answers such as 429 and 503.
+        retry_seconds: how long a request is repeated after lost connections and answers such as 429 and 503. The
+            logger `twinkle_client.http` reports long waits. A certificate that is not accepted is an error at once.
         transport: a transport of httpx, for tests; None opens sockets.
         async_transport: the same for asynchronous calls.
 
@@ -159,7 +167,7 @@ class Connection:
                         response.read()
                         return _answer(response)
                 except httpx.TransportError as error:
-                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+                    raise self._lost(error) from error
                 opened.append(response)
                 return Answer(response.status_code, {}, b"")
 
@@ -191,7 +199,7 @@ class Connection:
                         await response.aread()
                         return _answer(response)
                 except httpx.TransportError as error:
-                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+                    raise self._lost(error) from error
                 opened.append(response)
                 return Answer(response.status_code, {}, b"")
 
@@ -231,7 +239,7 @@ class Connection:
                 effect.method, effect.path, content=effect.content, headers=effect.headers, timeout=_timeout(effect)
             )
         except httpx.TransportError as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+            raise self._lost(error) from error
         return _answer(response)
 
     async def _perform_async(self, effect: Send | Sleep) -> Answer | None:
@@ -247,8 +255,24 @@ class Connection:
                 effect.method, effect.path, content=effect.content, headers=effect.headers, timeout=_timeout(effect)
             )
         except httpx.TransportError as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+            raise self._lost(error) from error
         return _answer(response)
+
+    def _lost(self, error: "httpx.TransportError") -> ConnectionError:
+        """Return the error of an attempt: `ConnectionFailed` if repeating it cannot help."""
+        failure = _tls_failure(error)
+        if failure is None:
+            return ConnectionError(f"{type(error).__name__}: {error}")
+        reason = getattr(failure, "verify_message", "") or failure.reason or str(failure)
+        if isinstance(failure, ssl.SSLCertVerificationError):
+            what = "its certificate is not accepted"
+            remedy = "for an authority of your own, set SSL_CERT_FILE to its certificate; or check the address"
+        else:
+            what, remedy = (
+                "the TLS handshake failed",
+                "check that the address has the right port, and https:// is meant",
+            )
+        return ConnectionFailed(f"cannot connect to {self.base_url}: {what}: {reason}; {remedy}. Nothing was sent")
 
     def _sync_client(self) -> "httpx.Client":
         import httpx
@@ -341,32 +365,65 @@ async def _drive_async(call: Call[T], perform: Callable[[Send | Sleep], Awaitabl
 
 def _attempts(send: Send, seconds: float) -> Call[Answer]:
     """Send a request until it succeeds or cannot succeed; return the successful answer."""
-    ends = time.monotonic() + seconds
-    pause, failures = _FIRST_PAUSE, 0
+    began = time.monotonic()
+    pause, failures, attempts, next_line = _FIRST_PAUSE, 0, 0, _FIRST_LINE
     while True:
         lost: ConnectionError | None = None
         answer: Answer | None = None
-        wait = pause
         try:
+            attempts += 1
             answer = yield send
+        except ConnectionFailed:  # for good
+            raise
         except ConnectionError as error:
             lost = error
         if answer is not None and answer.status < 400:
             return answer
+        waited = time.monotonic() - began
         if answer is not None:
             failures += answer.status == 500
             if not _may_succeed(answer, failures):
                 raise _error(answer)
-            wait = max(wait, _retry_after(answer))
-        if time.monotonic() + wait > ends:
-            if answer is not None:
+            wait = max(pause, _retry_after(answer))
+            if waited + wait > seconds:
                 raise _error(answer)
-            raise ConnectionFailed(
-                f"no answer to {send.method} {send.path.partition('?')[0]} for {seconds:.0f} s ({lost}); check that "
-                "the service runs, and its address"
-            ) from lost
+        else:
+            wait = min(pause, seconds - waited)  # the last attempt is made at the end of the time
+            if wait <= 0:
+                raise ConnectionFailed(
+                    f"no answer to {_name(send)} for {waited:.1f} s ({_times(attempts)}; the last: {lost}); check that "
+                    "the service runs, and its address"
+                ) from lost
+        if waited >= next_line:
+            reason = lost if answer is None else f"HTTP status {answer.status}: {_error(answer)}"
+            _log.warning(
+                "no result of %s for %.0f s (%s); trying until %.0f s have passed", _name(send), waited, reason, seconds
+            )
+            next_line = waited + _LINES
         yield Sleep(wait)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _name(send: Send) -> str:
+    """Return a request for messages, without its parameters."""
+    return f"{send.method} {send.path.partition('?')[0]}"
+
+
+def _times(attempts: int) -> str:
+    return "1 attempt" if attempts == 1 else f"{attempts} attempts"
+
+
+def _tls_failure(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the failure of TLS behind an error that no repetition cures; None if there is none.
+
+    A connection that ends during the handshake is a lost one: the service may be about to start.
+    """
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            passing = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
+            return None if isinstance(error, passing) or error.reason in _PASSING else error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _may_succeed(answer: Answer, failures: int) -> bool:
