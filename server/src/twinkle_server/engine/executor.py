@@ -516,11 +516,13 @@ class Executor:
         options: Mapping[str, Any] = {}
         loss: Any
         plugin: ComponentSpec | None = None
+        code: Mapping[str, str] | None = None
         if self._custom_losses and request.loss_fn == CUSTOM:
             from twinkle_server.engine.losses import custom  # imports torch
 
             rows = read_rows(request, context, vocabulary, ())
             loss = custom.build(asked.options, rows, self._custom_seconds)
+            code = loss.code
         elif asked.loss in self._native_losses:
             rows = read_rows(request, context, vocabulary, ())
             loss, options = asked.loss, asked.options
@@ -539,7 +541,7 @@ class Executor:
         )  # fmt: skip
 
         def finish(outcome: OperationResult | OperationError) -> bytes | Exception:
-            return output_of(outcome, rows, None if plugin is None else self._losses.code_of(plugin, loss))
+            return output_of(outcome, rows, code if plugin is None else self._losses.code_of(plugin, loss))
 
         return Reading(operation, finish, lambda outcome: trained_rows(rows, outcome))
 

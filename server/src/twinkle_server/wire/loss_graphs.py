@@ -6,6 +6,7 @@ storage, is the same for the same graph, and is available in replays.
 
 import base64
 import binascii
+import hashlib
 import math
 import re
 import zlib
@@ -139,15 +140,25 @@ def loss_id(graph: LossGraph) -> str:
     Raises:
         ValueError: it is too large.
     """
-    nodes = [(node.name, node.operation, node.args, node.kwargs or {}) for node in graph.nodes]
-    whole = {"inputs": graph.inputs, "nodes": nodes, "loss": graph.loss, "metrics": graph.metrics}
     try:
-        data = orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
+        data = _encoded(graph)
     except TypeError as error:  # for example an integer beyond 64 bits
         raise ValueError(f"cannot encode the graph as JSON: {error}") from error
     if len(data) > MAX_BYTES:
         raise ValueError(f"the graph must have at most {MAX_BYTES} bytes, got {len(data)}")
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode().rstrip("=")
+
+
+def digest_of(graph: LossGraph) -> str:
+    """Return the SHA-256 of a loss in hexadecimal; equal graphs have equal digests."""
+    return hashlib.sha256(_encoded(graph)).hexdigest()
+
+
+def _encoded(graph: LossGraph) -> bytes:
+    """Return a loss as JSON, in the one form that each graph has."""
+    nodes = [(node.name, node.operation, node.args, node.kwargs or {}) for node in graph.nodes]
+    whole = {"inputs": graph.inputs, "nodes": nodes, "loss": graph.loss, "metrics": graph.metrics}
+    return orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
 
 
 def read_loss_id(text: str) -> LossGraph:

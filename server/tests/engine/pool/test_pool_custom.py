@@ -1,5 +1,8 @@
 """Losses that a client traced: their values and gradients are those of the function, and nothing else runs."""
 
+import base64
+import hashlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.nn import functional
 from twinkle_server.engine.errors import UserError, is_passing
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.losses import custom as graphs
+from twinkle_server.wire import codec
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
 
@@ -37,6 +41,20 @@ def traced(function: Any, **ranks: int) -> LossGraph:
     handle = loss.trace_loss(function, ranks, "session")
     nodes = [node.model_dump() for node in loss.encode_graph(handle).nodes]
     return read_loss_id(loss_id(read_graph([one.model_dump() for one in handle.inputs], nodes)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_equal_graphs_have_equal_digests():
+    first, again = (graphs.CustomLoss(traced(clipped, logprobs=1, old=1, advantages=1)) for _ in range(2))
+    other = graphs.CustomLoss(traced(varied, logprobs=1, old=1, advantages=1))
+    assert first.code == again.code
+    assert first.code["sha256"] == hashlib.sha256(unpacked(loss_id(first.graph))).hexdigest()
+    assert other.code["sha256"] != first.code["sha256"]
+
+
+def unpacked(text: str) -> bytes:
+    """Return the JSON in the id of a loss, as a client reads it."""
+    return zlib.decompress(base64.urlsafe_b64decode(text.rpartition(".")[2] + "==="))
 
 
 @pytest.mark.parametrize("function", [clipped, varied])
@@ -139,6 +157,16 @@ def test_inputs_of_a_traced_loss_reach_their_rows(fresh: Callable[..., Any]):
     _, metrics = bench.run("a", mine, "custom", loss_id=name)
     _, published = bench.run("a", rows, "importance_sampling")
     assert metrics["loss:sum"] == pytest.approx(2 * published["loss:sum"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_results_name_the_digest_of_a_traced_loss(fresh: Callable[..., Any]):
+    bench = fresh(extra={"custom_losses": True})
+    bench.create("a")
+    name = loss_id(traced(likelihood, logprobs=1, weights=1))
+    [found], _ = bench.executor.run([Pass("a", request([datum(5, 1)], "custom", loss_id=name), 1)])
+    digest = hashlib.sha256(unpacked(name)).hexdigest()
+    assert codec.read_output_type(found) == f"ArrayRecord;loss=custom;sha256={digest}"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -20,7 +20,7 @@ from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.losses.building import Rows
 from twinkle_server.engine.losses.catalog import CUSTOM
 from twinkle_server.settings import Limits
-from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, read_loss_id
+from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node, digest_of, read_loss_id
 
 MAX_CELLS: Final = 2**25
 """Maximum number of values that all nodes may create for a row."""
@@ -309,11 +309,15 @@ class CustomLoss(Loss):
     Args:
         graph: the loss.
         budget: of the operation; None has the default time limit and does not limit steps.
+
+    Attributes:
+        code: which loss this is, for results: its name and digest.
     """
 
     def __init__(self, graph: LossGraph, budget: Budget | None = None) -> None:
         self.graph = graph
         self.budget = budget or Budget(SECONDS, len(graph.nodes))
+        self.code = {"loss": CUSTOM, "sha256": digest_of(graph)}
         self.row_inputs = (SHAPES, *(name for name, _ in graph.inputs[1:] if name not in _OWN))
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
