@@ -130,6 +130,20 @@ def test_the_unit_runs_commands_that_exist() -> None:
     assert load(DEPLOY / "serve.yaml").settings.trusted_proxies == ("127.0.0.1",)
 
 
+def test_the_guide_has_commands_for_the_folder_of_the_unit() -> None:
+    guide = (ROOT / "docs" / "guides" / "operator" / "deployment.md").read_text().partition("## systemd")[2]
+    names = []
+    for line in re.findall(r"(/opt/twinkle/bin/twinkle server .*)", guide):
+        words = shlex.split(line)
+        command, rest = command_of(words), words[3:]
+        if isinstance(command, click.Group):
+            command, rest = command.commands[rest[0]], rest[1:]
+        given, *_ = command.make_parser(click.Context(command)).parse_args(list(rest))
+        assert given["data"] == str(load(DEPLOY / "serve.yaml").settings.data)
+        names.append(command.name)
+    assert names == ["create", "backup", "backup"]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "twinkle.service").read_text().replace("/opt/twinkle/bin/twinkle", "/bin/true")
