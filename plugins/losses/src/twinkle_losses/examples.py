@@ -33,11 +33,11 @@ _ALL_TERMS = {"beta": 0.1, "entropy_coef": 0.01, "tis_cap": 1.1}
 
 
 def gkd() -> dict[str, Any]:
-    """A teacher with a value for every token of the student."""
+    """A teacher with a value for every token of the student, and not its most probable tokens alone."""
     import torch
 
-    draw = torch.Generator().manual_seed(0)
-    return {"row_inputs": {"teacher_logits": torch.randn((4, 6, 11), generator=draw, dtype=torch.float64)}}
+    logits = torch.randn((4, 6, 11), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return {"row_inputs": {"teacher_logits": logits, "teacher_topk_logprobs": None, "teacher_topk_indices": None}}
 
 
 _HELD = {"gradient": "its ratio is held constant where the formula says so, and its value is not"}

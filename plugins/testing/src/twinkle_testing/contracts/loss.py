@@ -56,7 +56,8 @@ class LossCase(Case):
             (more rows if `rows_together` of the loss requires them).
         outputs: outputs of the forward, one entry per row; by default `logps` and those that the class attributes
             request.
-        row_inputs: per-row arguments of the call; by default generated from the manifest's `inputs`.
+        row_inputs: per-row arguments of the call; those that it does not name are generated from the manifest's
+            `inputs`. None leaves an argument out.
     """
 
     kind = "loss"
@@ -73,8 +74,10 @@ class LossCase(Case):
         loss = self.build()
         inputs = {"labels": _labels(_together(loss))} | dict(self.inputs)
         outputs = dict(self.outputs) or _outputs(loss, inputs["labels"], draw)
-        arguments = {name: _argument(name, text, inputs["labels"], draw) for name, text in self.declared.items()}
-        batch = Batch(inputs, outputs, arguments | dict(self.row_inputs))
+        declared = {name: text for name, text in self.declared.items() if name not in self.row_inputs}
+        arguments = {name: _argument(name, text, inputs["labels"], draw) for name, text in declared.items()}
+        given = {name: value for name, value in self.row_inputs.items() if value is not None}
+        batch = Batch(inputs, outputs, arguments | given)
         missing = [name for name in getattr(loss, "row_inputs", ()) if name not in batch.arguments]
         if missing:
             raise Violation(
