@@ -649,8 +649,14 @@ class LedgerEngine(Engine):
         """See `Engine`."""
         return Ledger.read(folder)
 
-    def submit(self, tokens: Sequence[int], params: SamplingParams | Mapping[str, Any], version: Any = None) -> Request:
-        """Answer with the version: its steps, the number of rows applied, and their first tokens, in order."""
+    def submit(
+        self, tokens: Sequence[int], params: SamplingParams | Mapping[str, Any], version: Any = None, *,
+        cache_salt: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Answer with the version: its steps, the number of rows applied, and their first tokens, in order.
+
+        Nothing is kept of a prompt, so that salts have no effect.
+        """
         if not isinstance(params, SamplingParams):
             params = SamplingParams.from_dict(params)
         ledger: Ledger = Ledger(0) if version is None else version

@@ -62,17 +62,22 @@ def with_step(**values: Any) -> type:
 def submitting(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> type:
     """Return an engine that samples with other parameters than it was given."""
 
-    def submit(self: Any, tokens: Any, params: Any, version: Any = None) -> Any:
-        return Engine.submit(self, tokens, change(dict(params)), version)
+    def submit(self: Any, tokens: Any, params: Any, version: Any = None, **options: Any) -> Any:
+        return Engine.submit(self, tokens, change(dict(params)), version, **options)
 
     return changed(Engine, submit=submit)
+
+
+def unsalted(self: Any, tokens: Any, params: Any, version: Any = None, cache_salt: str | None = None) -> Any:
+    """Share what was computed of a prompt with everybody."""
+    return Engine.submit(self, tokens, params, version)
 
 
 def requests(**methods: Callable[..., Any]) -> type:
     """Return an engine whose requests have other methods; each is called with the request first."""
 
-    def submit(self: Any, tokens: Any, params: Any, version: Any = None) -> Any:
-        request: Any = Engine.submit(self, tokens, params, version)
+    def submit(self: Any, tokens: Any, params: Any, version: Any = None, **options: Any) -> Any:
+        request: Any = Engine.submit(self, tokens, params, version, **options)
         for name, method in methods.items():
             setattr(request, name, method.__get__(request))
         return request
@@ -278,6 +283,7 @@ ENGINES: dict[str, Broken] = {
     "seeds": broken(submitting(lambda params: {**params, "seed": _first(params.get("seed"))})),
     "progress": broken(requests(progress=lambda self, sample=0, start=0: type(self).progress(self, sample, 0))),
     "cancellation": broken(requests(cancel=lambda self: type(self).result(self) and None)),
+    "cache_salts": broken(changed(Engine, submit=unsalted)),
     "wrong_requests": broken(without("no_such_parameter", lambda value: True)),
     "paging": broken(changed(Engine, page=lambda self, adapter, to, folder=None: None)),
     "composition": broken(each_result(lambda r: r if isinstance(r, OperationError) else replace(r, composition=[]))),

@@ -108,3 +108,26 @@ def test_weights_that_were_written_make_prefixes_worthless(folder):
         module.model.layers[0].self_attn.k_proj.weight.mul_(-1)
     found = tokens_of(sampler.sample(rows([PROMPTS[3]]), params))
     assert found == tokens_of(TorchSampler(model=module).sample(rows([PROMPTS[3]]), params))
+
+
+def test_a_prompt_is_shared_only_among_requests_with_the_same_salt(folder, monkeypatch):
+    """Neither earlier prompts nor those that are read or decoded at the same time, and the numbers are the same."""
+    sampler = sampler_of(folder)
+    params = {"temperature": 0, "max_tokens": 5, "stop": [], "logprobs": 1}
+    row = rows([PROMPTS[3]])[0]
+    (expected,) = sampler_of(folder, prefix_cache_bytes=0).sample([row], params)
+    steps = spy(sampler, monkeypatch)
+    for salt, read in (("ana", 40), ("bob", 40), (None, 40), ("ana", 8), ("bob", 8), (None, 8)):
+        steps.clear()
+        found = sampler.submit(row, params, cache_salt=salt).result()
+        assert (steps[0], found.cached_tokens) == ([read], 40 - read)
+        assert tokens_of([found]) == tokens_of([expected])
+        scores, wanted = ([pairs[0][1] for pairs in one.sequences[0].logprobs] for one in (found, expected))
+        assert scores == pytest.approx(wanted, abs=1e-5)
+    fresh = sampler_of(folder, prefix_cache_bytes=0)
+    steps = spy(fresh, monkeypatch)
+    handles = [fresh.submit(row, params, cache_salt=salt) for salt in ("ana", "bob", "ana")]
+    found = [handle.result() for handle in handles]
+    assert steps[:2] == [[40, 40], [1, 1, 1]]  # the third has the same head as the first
+    assert [response.cached_tokens for response in found] == [0, 0, 39]
+    assert tokens_of(found) == tokens_of([expected]) * 3

@@ -14,7 +14,7 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.engine.samples import Sampled
 from twinkle_server.engine.scheduler import EXPECTED, TOGETHER, Sampling, TimeSharing
-from twinkle_server.operations import Sample
+from twinkle_server.operations import Generate, Sample
 
 
 class Decoder(Executor):
@@ -26,7 +26,7 @@ class Decoder(Executor):
         self.over: list[Sampled] = []
         self.steps = 0
 
-    def sample(self, key: int, sample: Sample, source: Path | None) -> None:
+    def sample(self, key: int, sample: Sample, source: Path | None, cache_salt: str | None = None) -> None:
         if sample.tokens == [13]:
             raise UserError("no 13")
         self.given.append(key)
@@ -215,3 +215,30 @@ def test_a_long_pass_in_which_nobody_sampled_is_not_made_up_for(
 
     interleaving.train(work)
     assert 4 <= decoder.steps <= 5, "as long as the last piece took, and not as long as the pass"
+
+
+def test_requests_have_the_salt_of_their_tenant(told: list[Message]) -> None:
+    """It keeps what the engine has computed of prompts apart, and does not contain the tenant's name."""
+
+    class Salted(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.salts: dict[int, str | None] = {}
+
+        def sample(self, key: int, sample: Sample, source: Path | None, cache_salt: str | None = None) -> None:
+            self.salts[key] = cache_salt
+
+        def generate(self, key: int, generate: Generate, source: Path | None, cache_salt: str | None = None) -> None:
+            self.salts[key] = cache_salt
+
+    decoder = Salted()
+    sampling = Sampling(decoder, lambda folder: None, told.append)
+    for number, tenant in enumerate(("ana", "bob", "ana")):
+        sampling.add(request(number, tenant))
+        payload = Generate([1], {}).dump()
+        sampling.add(Task(10 + number, "", -1, "generate", tenant, payload=payload))
+    sampling.admit()
+    assert len(decoder.salts) == 6
+    salts = decoder.salts
+    assert salts[0] == salts[2] == salts[10] == salts[12] != salts[1] == salts[11]
+    assert not any("ana" in (salt or "") for salt in salts.values())

@@ -138,7 +138,7 @@ class Clockwork(Executor):
         self._sampled: Counter[int] = Counter()
         self._left: dict[int, list[int]] = {}
 
-    def sample(self, key: int, sample: Sample, source: Path | None) -> None:
+    def sample(self, key: int, sample: Sample, source: Path | None, cache_salt: str | None = None) -> None:
         self.computed[self.owner[key]] += len(sample.tokens)
         self._left[key] = [1 + (sample.tokens[0] + place) % sample.tokens[1] for place in range(sample.count)]
 

@@ -407,22 +407,24 @@ class TransformersEngine(Engine):
             return self._pool.read_version(folder)
 
     def submit(
-        self, tokens: Sequence[int], params: SamplingParams | Mapping[str, Any], version: Any = None
-    ) -> "_Request":
+        self, tokens: Sequence[int], params: SamplingParams | Mapping[str, Any], version: Any = None, *,
+        cache_salt: str | None = None,
+    ) -> "_Request":  # fmt: skip
         """Begin to sample a prompt; see `Engine.submit`."""
         if not isinstance(params, SamplingParams):
             params = SamplingParams.from_dict(params)
         row: Any = {"input_ids": list(tokens)}
-        weights: dict[str, Any] = {"use_base_model": True} if version is None else {"adapter_version": version}
+        options: dict[str, Any] = {"use_base_model": True} if version is None else {"adapter_version": version}
+        options["cache_salt"] = cache_salt
         with _engine_errors():
             if params.max_tokens is not None:
-                handle = self._sampler.submit(row, params, **weights)
+                handle = self._sampler.submit(row, params, **options)
             else:
                 room = replace(params, max_tokens=max(1, self._info.context - len(tokens)))
                 try:
-                    handle = self._sampler.submit(row, room, **weights)
+                    handle = self._sampler.submit(row, room, **options)
                 except CapacityError:  # the sampler's own limit is what its cache has room for
-                    handle = self._sampler.submit(row, params, **weights)
+                    handle = self._sampler.submit(row, params, **options)
         request = _Request(handle)
         self._requests.append(request)
         return request

@@ -210,6 +210,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         use_base_model: bool = False,
         adapter_version: AdapterVersion | None = None,
         num_samples: int | None = None,
+        cache_salt: str | None = None,
     ) -> SampleHandle:
         """Start to sample one input concurrently with other requests, and return a handle.
 
@@ -221,12 +222,16 @@ class TorchSampler(ReceivesWeights, Sampler):
             use_base_model: see `sample`.
             adapter_version: see `sample`.
             num_samples: see `sample`.
+            cache_salt: names the owner of the prompt. Only requests with equal salts share keys and values, so that
+                neither `cached_tokens` nor the time of a request shows whether others have sent the same prompt.
+                Without one, all share.
         """
         rows = as_list(inputs)
         if len(rows) != 1:
             raise ArgumentError(f"submit takes one input, got {len(rows)}; call it for each, or use sample")
         params = _params(sampling_params, num_samples)
-        return self._submit(rows, params, _one_adapter(adapter_name, adapter_path, adapter_version, use_base_model))[0]
+        adapter = _one_adapter(adapter_name, adapter_path, adapter_version, use_base_model)
+        return self._submit(rows, params, adapter, cache_salt)[0]
 
     def sample_stream(
         self,
@@ -285,7 +290,9 @@ class TorchSampler(ReceivesWeights, Sampler):
         _ = self._source.module
         return self._source.read(path, self._service.runner)
 
-    def _submit(self, rows: list[Any], params: SamplingParams, adapter: "_Adapter") -> list[SampleHandle]:
+    def _submit(
+        self, rows: list[Any], params: SamplingParams, adapter: "_Adapter", cache_salt: str | None = None
+    ) -> list[SampleHandle]:
         _ = self._source.module  # checks the module, once a call
         runner = self._service.runner
         features = self._encode(rows)
@@ -307,7 +314,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._service.gate:  # the weights must not change between picking adapters and submitting
             picks = self._picks(adapter, len(rows), runner)
-            served = self._service.submit(prompts, params, stop, seed, picks)
+            served = self._service.submit(prompts, params, stop, seed, picks, cache_salt)
         return [
             SampleHandle(request, server, partial(self._response, feature))
             for (request, server), feature in zip(served, features, strict=True)

@@ -635,15 +635,15 @@ class Executor:
 
     # Sampling
 
-    def sample(self, key: int, sample: Sample, source: Path | None) -> None:
+    def sample(self, key: int, sample: Sample, source: Path | None, cache_salt: str | None = None) -> None:
         """Submit a sampling request; raises its error if it is invalid."""
         with public_errors():
-            self._samples.submit(key, sample, source)
+            self._samples.submit(key, sample, source, cache_salt)
 
-    def generate(self, key: int, generate: Generate, source: Path | None) -> None:
+    def generate(self, key: int, generate: Generate, source: Path | None, cache_salt: str | None = None) -> None:
         """Submit a streamed request; raises its error if it is invalid."""
         with public_errors():
-            self._streams.submit(key, generate, source)
+            self._streams.submit(key, generate, source, cache_salt)
 
     def embed(self, embed: Embed, source: Path | None) -> bytes:
         """Return the vectors of texts, as float32 `[N, H]` in one piece."""

@@ -69,13 +69,14 @@ class Samples:
         """Number of requests that have not ended."""
         return len(self._running)
 
-    def submit(self, key: int, sample: Sample, source: Path | None) -> None:
+    def submit(self, key: int, sample: Sample, source: Path | None, cache_salt: str | None = None) -> None:
         """Submit a request.
 
         Args:
             key: identifies the request in `decode` and `cancel`.
             sample: the request.
             source: folder of the adapter's checkpoint; None for the base model.
+            cache_salt: see `Engine.submit`.
 
         Raises:
             UserError: the request is invalid.
@@ -83,7 +84,7 @@ class Samples:
         params, targets = read_sample(sample, self._info)
         version = None if source is None else self._versions.take(source)
         try:
-            request = self._engine.submit(sample.tokens, params, version)
+            request = self._engine.submit(sample.tokens, params, version, cache_salt=cache_salt)
         except BaseException as error:
             if source is not None:
                 self._versions.release(source)

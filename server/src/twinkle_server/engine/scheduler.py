@@ -3,6 +3,7 @@
 Sampling requests are decoded together and admitted fairly; those that ran in a crash run alone (`Sampling`).
 """
 
+import hashlib
 import heapq
 import math
 import time
@@ -288,6 +289,11 @@ EXPECTED = 64
 """Tokens of a sequence that are charged in advance; its length is known only at its end."""
 
 
+def cache_salt(tenant: str) -> str:
+    """Return what keeps the cached prompts of a tenant apart from those of others, without its name."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"cache_salt").hexdigest()
+
+
 class Sampling:
     """The sampling requests that wait or run.
 
@@ -354,9 +360,9 @@ class Sampling:
                 self.begins(task.id)
                 source = self._source(request.source)
                 if isinstance(request, Generate):
-                    self._executor.generate(task.id, request, source)
+                    self._executor.generate(task.id, request, source, cache_salt(task.tenant))
                 else:
-                    self._executor.sample(task.id, request, source)
+                    self._executor.sample(task.id, request, source, cache_salt(task.tenant))
             except EngineFault:
                 raise
             except Exception as error:

@@ -53,13 +53,14 @@ class Streams:
         """Number of requests that have not ended."""
         return len(self._running)
 
-    def submit(self, key: int, generate: Generate, source: Path | None) -> None:
+    def submit(self, key: int, generate: Generate, source: Path | None, cache_salt: str | None = None) -> None:
         """Submit a request; it keeps the weights that its model has now.
 
         Args:
             key: identifies the request.
             generate: the request.
             source: folder of the checkpoint, if it names one.
+            cache_salt: see `Engine.submit`.
 
         Raises:
             UserError: the request is invalid.
@@ -74,7 +75,7 @@ class Streams:
         elif generate.model is not None:
             version = self._present(generate.model)
         try:
-            request = self._engine.submit(generate.tokens, params, version)
+            request = self._engine.submit(generate.tokens, params, version, cache_salt=cache_salt)
         except BaseException as error:
             if source is not None:
                 self._versions.release(source)

@@ -675,7 +675,12 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(
-        self, tokens: Sequence[int], params: SamplingParams | Mapping[str, Any], version: AdapterVersion | None = None
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | Mapping[str, Any],
+        version: AdapterVersion | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> SampleRequest:
         """Begin to sample a prompt; `decode` makes progress.
 
@@ -687,6 +692,10 @@ class Engine(ABC):
                 whatever is sampled beside them. `repetition_penalty`, `sampled_logprobs` and `raw_logprobs` may be
                 refused.
             version: weights of an adapter; None samples from the base model.
+            cache_salt: names the owner of the prompt. An engine that uses what it has computed of one prompt for
+                another does so only for requests with equal salts (None is a salt of its own): neither `cached_tokens`
+                nor the time of a request may depend on the content of prompts with other salts. The numbers do not
+                depend on it.
 
         Raises:
             ArgumentError: a parameter is unknown.

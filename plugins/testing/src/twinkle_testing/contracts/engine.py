@@ -8,6 +8,7 @@ from twinkle_testing.contracts.engine_model import (
     wrong_components,
 )
 from twinkle_testing.contracts.engine_sampling import (
+    cache_salts,
     cancellation,
     greedy,
     lengths,
@@ -83,6 +84,7 @@ CHECKS = (
     seeds,
     progress,
     cancellation,
+    cache_salts,
     wrong_requests,
     paging,
     composition,

@@ -177,6 +177,28 @@ def cancellation(case: EngineCase) -> None:
     raise Violation("decode() continues without a request")
 
 
+def cache_salts(case: EngineCase) -> None:
+    """A prompt comes from a cache only for requests with the same salt, and has the same tokens with any salt."""
+    length = min(64, case.info.context - 8)
+    prompt = [(7 * place + 3) % min(case.info.vocabulary, 250) for place in range(length)]
+    params = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "stop": []}
+
+    def begun(salt: str | None) -> Any:
+        request = case.engine.submit(prompt, params, cache_salt=salt)
+        case.engine.decode()
+        return request
+
+    before = begun("first").result()
+    expected = [list(sequence.tokens) for sequence in before.sequences]
+    together = [(salt, begun(salt)) for salt in ("second", None, "third", "first")]
+    for salt, request, response in [(salt, request, request.result()) for salt, request in together]:
+        known = max(response.cached_tokens, request.progress().cached_tokens)
+        fine = known == 0 or salt == "first"
+        require(fine, f"with the salt {salt!r}, {known} tokens came from a prompt with another salt")
+        found = [list(sequence.tokens) for sequence in response.sequences]
+        require(found == expected, f"with the salt {salt!r} it drew {found}, and the first time {expected}")
+
+
 def wrong_requests(case: EngineCase) -> None:
     """Invalid prompts and parameters are refused when they are submitted."""
     info, good = case.info, list(PROMPT)

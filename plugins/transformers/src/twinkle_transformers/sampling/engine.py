@@ -611,7 +611,7 @@ class SamplingService:
 
     def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, stop: StopRule, seed: int | Sequence[int],
-        picks: Sequence[Pick],
+        picks: Sequence[Pick], cache_salt: str | None = None,
     ) -> list[tuple[Request, Server]]:  # fmt: skip
         """Submit the prompts of a call; returns the request of each prompt and the server that runs it.
 
@@ -621,6 +621,7 @@ class SamplingService:
             stop: rule that ends a sample.
             seed: seed of the noise.
             picks: the adapter of each prompt.
+            cache_salt: only requests with equal salts share keys and values.
 
         Raises:
             CapacityError: the keys and values of a prompt do not fit into the KV cache.
@@ -629,7 +630,10 @@ class SamplingService:
         engine = self.engine
         if engine is not None and engine.runner.changed():
             engine.forget_prefixes()
-        requests = [Request(prompt, params, stop, seed, p.version) for prompt, p in zip(prompts, picks, strict=True)]
+        requests = [
+            Request(prompt, params, stop, seed, chosen.version, cache_salt)
+            for prompt, chosen in zip(prompts, picks, strict=True)
+        ]
         for request, chosen in zip(requests, picks, strict=True):
             if engine is not None and not chosen.whole:
                 engine.check(request)

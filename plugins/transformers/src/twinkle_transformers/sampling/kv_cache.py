@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle_transformers.sampling.requests import CacheSlot, Request
+from twinkle_transformers.sampling.requests import CacheKey, CacheSlot, Request
 
 _LEAST = 64  # initial capacity of a slot, in tokens
 BLOCK = 16
@@ -250,7 +250,7 @@ def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
 
     Args:
         request: the prompt.
-        others: requests that have slots; only those of the same adapter count.
+        others: requests that have slots; only those of the same adapter and salt count.
     """
     tokens, most = request.prompt.ids, usable(request)
     head = SharedPrefix()
@@ -309,54 +309,54 @@ class PrefixCache:
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
         self._count = 0
-        self._blocks: OrderedDict[tuple[str | int, tuple[int, ...]], Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[CacheKey | int, tuple[int, ...]], Block] = OrderedDict()
 
-    def find(self, version: str, tokens: Sequence[int]) -> list[Block]:
+    def find(self, key: CacheKey, tokens: Sequence[int]) -> list[Block]:
         """Return the cached blocks of a prefix of `tokens`, which leaves at least one token to read.
 
         Args:
-            version: key of the adapter version, "" for the base model.
+            key: key of the request; blocks of other keys are not found.
             tokens: tokens of a prompt.
         """
         keys = []
         found: list[Block] = []
-        parent: str | int = version
+        parent: CacheKey | int = key
         for first in range(0, (len(tokens) - 1) // BLOCK * BLOCK, BLOCK):
-            key = (parent, tuple(tokens[first : first + BLOCK]))
-            block = self._blocks.get(key)
+            block_key = (parent, tuple(tokens[first : first + BLOCK]))
+            block = self._blocks.get(block_key)
             if block is None:
                 break
-            keys.append(key)
+            keys.append(block_key)
             found.append(block)
             parent = block.number
-        for key in reversed(keys):  # evict successors first: a block is useless without its predecessors
-            self._blocks.move_to_end(key)
+        for block_key in reversed(keys):  # evict successors first: a block is useless without its predecessors
+            self._blocks.move_to_end(block_key)
         return found
 
-    def add(self, version: str, tokens: Sequence[int], store: KVCache, slot: int) -> None:
+    def add(self, key: CacheKey, tokens: Sequence[int], store: KVCache, slot: int) -> None:
         """Store the complete blocks of the tokens in a slot.
 
         Args:
-            version: see `find`.
+            key: see `find`.
             tokens: tokens of the slot, from the first on.
             store: the KV cache.
             slot: index of the slot.
         """
-        parent: str | int = version
+        parent: CacheKey | int = key
         size = BLOCK * store.token_bytes
-        keys: list[tuple[str | int, tuple[int, ...]]] = []
+        keys: list[tuple[CacheKey | int, tuple[int, ...]]] = []
         for first in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
             if (len(keys) + 1) * size > self.limit:
                 break
-            key = (parent, tuple(tokens[first : first + BLOCK]))
-            if key not in self._blocks:
+            block_key = (parent, tuple(tokens[first : first + BLOCK]))
+            if block_key not in self._blocks:
                 self._count += 1
-                self._blocks[key] = Block(self._count, store.take(slot, first, first + BLOCK), size)
+                self._blocks[block_key] = Block(self._count, store.take(slot, first, first + BLOCK), size)
                 self.bytes += size
-            keys.append(key)
-            parent = self._blocks[key].number
-        for key in reversed(keys):
-            self._blocks.move_to_end(key)
+            keys.append(block_key)
+            parent = self._blocks[block_key].number
+        for block_key in reversed(keys):
+            self._blocks.move_to_end(block_key)
         while self.bytes > self.limit:
             _, gone = self._blocks.popitem(last=False)
             self.bytes -= gone.bytes

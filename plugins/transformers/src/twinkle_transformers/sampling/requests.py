@@ -19,6 +19,8 @@ from twinkle_transformers.sampling.sampling_ops import draw_several, log_probs, 
 _DEFAULT_ROOM = 2048
 _MEDIA = ("pixel_values", "pixel_values_videos", "images", "videos", "audios")
 _NOTHING = -1
+CacheKey = tuple[str, str | None]
+"""Key of an adapter version ("" for the base model), and the salt of a request."""
 _UNFINISHED = "\ufffd"  # decoded text of an incomplete UTF-8 character
 _PATIENCE = 16  # most tokens to wait for the rest of a character; no character has as many bytes
 
@@ -471,6 +473,7 @@ class Request:
         stop: stop rule.
         seed: seed of the noise; a list has one for each sample.
         version: the adapter, None for the base model.
+        cache_salt: only requests with equal salts share keys and values.
         result: the samples so far.
         read: number of prompt tokens in the KV cache.
         known: number of these that were copied from other prompts.
@@ -489,6 +492,7 @@ class Request:
     stop: StopRule
     seed: int | Sequence[int]
     version: AdapterVersion | None
+    cache_salt: str | None = None
     result: Generated = field(init=False)
     read: int = 0
     known: int = 0
@@ -517,9 +521,9 @@ class Request:
         return self.read < len(self.prompt.ids)
 
     @property
-    def key(self) -> str:
-        """Key of the adapter version, "" for the base model; requests with equal keys can share keys and values."""
-        return "" if self.version is None else self.version.key
+    def key(self) -> CacheKey:
+        """Key of what it computes; requests with equal keys can share keys and values."""
+        return "" if self.version is None else self.version.key, self.cache_salt
 
     @property
     def over(self) -> bool:
