@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,6 +65,8 @@ class vLLMSampler:
         self._samplers: dict[str | None, tuple[int, str]] = {}
         self._followed: str | None = None
         self._numbers: dict[str, int] = {}
+        self._uses: Counter[str] = Counter()
+        self._replaced: set[str] = set()
         self._template: tuple[str, dict[str, Any]] | None = None
 
     def run(self, call: Call[T]) -> T:
@@ -135,15 +138,16 @@ class vLLMSampler:
         uri = self._weights(adapter_uri, use_base_model)
         prompts = rows_of(inputs)
         sampler, body = yield from self._stream_body(prompts, sampling_params, uri, num_samples)
-        body["seq_id"] = self._numbered(sampler, len(prompts))
-        log = WaitLog("sample")
-        while True:
-            answer = yield from self.client.connection.exchange(
-                "POST", f"/samplers/{sampler}/sample", body, timeout=_TIMEOUT
-            )
-            if answer.status != 202:
-                break
-            log.add(value_of(answer))
+        with self._in_use(sampler):
+            body["seq_id"] = self._numbered(sampler, len(prompts))
+            log = WaitLog("sample")
+            while True:
+                answer = yield from self.client.connection.exchange(
+                    "POST", f"/samplers/{sampler}/sample", body, timeout=_TIMEOUT
+                )
+                if answer.status != 202:
+                    break
+                log.add(value_of(answer))
         responses = outcome_of(value_of(answer))
         for prompt, response in zip(prompts, responses, strict=True):
             for sequence in response["sequences"]:
@@ -175,7 +179,8 @@ class vLLMSampler:
         uri = self._weights(adapter_uri, use_base_model)
         sampler, body = self.run(self._stream_body(inputs, sampling_params, uri, num_samples))
         ended = False
-        with contextlib.closing(self.client.connection.events(f"/samplers/{sampler}/stream", body)) as events:  # type: ignore[type-var]
+        stream: Any = self.client.connection.events(f"/samplers/{sampler}/stream", body)
+        with self._in_use(sampler), contextlib.closing(stream) as events:
             for event in events:
                 if (delta := _delta_of(event)) is None:
                     ended = True
@@ -197,12 +202,13 @@ class vLLMSampler:
         sampler, body = await self.run_async(self._stream_body(inputs, sampling_params, uri, num_samples))
         ended = False
         events: Any = self.client.connection.events_async(f"/samplers/{sampler}/stream", body)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if (delta := _delta_of(event)) is None:
-                    ended = True
-                    break
-                yield delta
+        with self._in_use(sampler):
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if (delta := _delta_of(event)) is None:
+                        ended = True
+                        break
+                    yield delta
         _check_end(ended)
 
     def _weights(self, adapter_uri: Any, use_base_model: bool) -> str | None:
@@ -225,11 +231,10 @@ class vLLMSampler:
         if num_samples is not None:
             options["num_samples"] = num_samples
         rows = [sendable_prompt(row) for row in rows_of(inputs)]
-        sampler = yield from self._sampler(uri)
         body: dict[str, Any] = {"inputs": rows, "options": options}
         if self._template is not None:
             body["template"], body["template_options"] = self._template
-        return sampler, body
+        return (yield from self._sampler(uri)), body
 
     def _sampler(self, uri: str | None) -> Call[str]:
         """Return the sampling session of a checkpoint, which is created at its first use.
@@ -241,8 +246,9 @@ class vLLMSampler:
         saves = 0 if uri is None else client.saves_of(uri)
         with self._lock:
             known = self._samplers.get(uri)
-        if known is not None and known[0] == saves:
-            return known[1]
+            if known is not None and known[0] == saves:
+                self._uses[known[1]] += 1
+                return known[1]
         body = {
             "session_id": client.session_id,
             "sampler_seq_id": client.next_number("sampler"),
@@ -253,8 +259,25 @@ class vLLMSampler:
         with self._lock:
             known = self._samplers.get(uri)
             if known is None or known[0] < saves:
+                self._replaced |= set() if known is None else {known[1]}
                 self._samplers[uri] = known = saves, created
-            return known[1]
+            else:  # another thread was faster
+                self._replaced.add(created)
+            self._uses[known[1]] += 1
+            unused = {name for name in self._replaced if not self._uses[name]}
+            self._replaced -= unused
+        for name in unused:  # the service keeps the weights of a sampling session until it ends
+            yield from client.connection.request("DELETE", f"/samplers/{name}")
+        return known[1]
+
+    @contextlib.contextmanager
+    def _in_use(self, sampler: str) -> Iterator[None]:
+        """Count a call of a sampling session down when it ends."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uses[sampler] -= 1
 
     def _numbered(self, sampler: str, count: int) -> int:
         with self._lock:

@@ -12,6 +12,7 @@ from twinkle.errors import ArgumentError
 from twinkle.processor import InputProcessor
 from twinkle.reward import GSM8KAccuracyReward
 from twinkle_client import MultiLoraTransformersModel, TwinkleClient, vLLMSampler
+from twinkle_client.errors import Gone
 from twinkle_transformers.sampler import TorchSampler as LocalSampler
 
 
@@ -58,16 +59,35 @@ def test_a_checkpoint_that_was_saved_again_is_sampled_as_it_is_now(model: MultiL
     """The published GRPO script saves each step under one name; a sampler must not go on with the first weights."""
     sampler = vLLMSampler("tiny", client=model.client)
     prompt, score = [{"input_ids": [5, 6, 7, 8]}], {"max_tokens": 0, "prompt_logprobs": 1}
-    seen = []
+    seen, sessions = [], []
     for _ in range(3):
         path = model.save("weights-of-the-policy", is_sampler=True).twinkle_path
         [answer] = sampler.sample(prompt, score, adapter_uri=path)
+        sessions.append(sampler._samplers[path][1])
         logps = model.forward_only([{"input_ids": [5, 6, 7, 8], "labels": [6, 7, 8, -100]}])["logps"][0, :3]
         assert answer.prompt_logprobs[1:] == pytest.approx(logps, abs=1e-4)
         seen.append(answer.prompt_logprobs)
         model.forward_backward(rows(1, 6, 9))
         model.clip_grad_and_step()
     assert seen[0] != seen[1] != seen[2]
+    body = {"inputs": prompt, "options": score, "seq_id": 9}
+    for session in sessions[:2]:  # the service need not keep their weights
+        with pytest.raises(Gone, match=f"sampling session '{session}' has ended"):
+            model.client.run(model.client.connection.request("POST", f"/samplers/{session}/sample", body))
+
+
+def test_a_sampling_session_that_runs_is_ended_when_it_is_idle(model: MultiLoraTransformersModel) -> None:
+    sampler = vLLMSampler("tiny", client=model.client)
+    prompt, path = [{"input_ids": [5, 6, 7, 8]}], model.save("policy", is_sampler=True).twinkle_path
+    stream = sampler.sample_stream(prompt, {"max_tokens": 40, "temperature": 0.0}, adapter_uri=path)
+    first = next(stream)
+    old = sampler._samplers[path][1]
+    for number in range(2):
+        model.save("policy", is_sampler=True)
+        sampler.sample(prompt, {"max_tokens": 1}, adapter_uri=path)
+        assert (old in sampler._replaced) == (number == 0)
+        if number == 0:
+            assert sum(len(delta.tokens) for delta in (first, *stream)) == 40
 
 
 def test_the_published_loop_of_reinforcement_learning_runs_in_http_mode(client: TwinkleClient) -> None:

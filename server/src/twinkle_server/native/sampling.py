@@ -57,6 +57,16 @@ async def create_sampler(request: Request) -> Response:
     return json_response({"sampler_id": name})
 
 
+@router.delete("/samplers/{sampler_id}")
+async def end_sampler(request: Request) -> Response:
+    """End a sampling session; requests that are running finish. Idempotent."""
+    caller, state = caller_of(request), app_state_of(request)
+    name = request.path_params["sampler_id"]
+    await state.store.samplers.end(caller.tenant, name, now())
+    state.samplers.forget()
+    return json_response({"sampler_id": name})
+
+
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     """A prompt: its operation, and the encoded row that new tokens are appended to."""

@@ -98,6 +98,20 @@ class Samplers:
             raise NotFound(f"sampling session {sampler[:120]!r} does not exist")
         return int(number)
 
+    async def end(self, tenant: str, sampler: str, now: float) -> None:
+        """End a sampling session, which frees its copy of a checkpoint that was deleted or replaced. Idempotent.
+
+        Raises:
+            NotFound: the tenant has no such sampling session.
+        """
+
+        def work(connection: Connection) -> None:
+            get(connection, tenant, sampler)
+            own = (samplers.c.tenant == tenant, samplers.c.id == sampler, samplers.c.ended.is_(None))
+            connection.execute(update(samplers).where(*own).values(ended=now))
+
+        await self._database.write(work)
+
     async def count(self, tenant: str) -> int:
         """Return the number of a tenant's active sampling sessions."""
         query = select(func.count()).where(samplers.c.tenant == tenant, samplers.c.ended.is_(None))
