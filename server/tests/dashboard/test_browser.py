@@ -136,7 +136,7 @@ def test_an_operator_sees_all_tenants_but_no_texts(scene: Scene, page: Page) -> 
     scene.page_of(page, scene.operator).goto(f"{scene.served.url}/ui/runs/{scene.run.id}")
     assert "shown only to the tenant" in page.text("#rollouts")
     page.goto(f"{scene.served.url}/")
-    assert "latency" in page.text("#tiles").lower()
+    assert "forward_backward" in page.text("#latency")
     assert page.eval("document.documentElement.scrollWidth <= innerWidth")
     page.goto(f"{scene.served.url}/ui/runs/{scene.run.id}")
     assert "<script>" not in page.text("#rollouts")
@@ -199,6 +199,49 @@ def test_pages_fit_a_phone(scene: Scene, page: Page) -> None:
         assert page.eval("document.querySelector('header nav').offsetHeight") < 40, "all links are in one line"
         cards = page.eval("[...document.querySelectorAll('#curves figure')].map(box => box.offsetWidth)")
         assert all(width <= 340 for width in cards)
+        hidden = page.eval(f"[...document.querySelectorAll('.rows td')].filter({_CUT}).map(cell => cell.innerText)")
+        assert hidden == [], f"{path}: cells are cut or outside the window"
+
+
+_CUT = "cell => cell.getBoundingClientRect().right > innerWidth || cell.scrollWidth > cell.clientWidth + 1"
+
+
+def test_labels_on_a_phone_are_those_of_the_columns(scene: Scene, page: Page) -> None:
+    scene.page_of(page, scene.operator)
+    named = (
+        "[...document.querySelectorAll('.rows td[data-label]')].map(cell => [cell.dataset.label,"
+        " cell.closest('table').tHead.rows[0].cells[cell.cellIndex].textContent])"
+    )
+    found = 0
+    for path in ("", "ui/models", "ui/checkpoints", "ui/errors", f"ui/runs/{scene.run.id}"):
+        page.goto(f"{scene.served.url}/{path}")
+        pairs = page.eval(named)
+        assert all(label == column for label, column in pairs), path
+        found += len(pairs)
+    assert found > 20
+
+
+def test_the_focus_ring_of_the_key_leaves_its_label_free(scene: Scene, page: Page) -> None:
+    page.goto(f"{scene.served.url}/")
+    style = "getComputedStyle(document.getElementById('key'))"
+    ring = page.eval(f"parseFloat({style}.outlineOffset) + parseFloat({style}.outlineWidth)")
+    space = page.eval(
+        "document.getElementById('key').getBoundingClientRect().top"
+        " - document.querySelector('label').getBoundingClientRect().bottom"
+    )
+    assert ring == 4
+    assert space >= ring + 2
+
+
+def test_tiles_fill_the_width(scene: Scene, page: Page) -> None:
+    scene.page_of(page, scene.operator)
+    edges = page.eval(
+        "['#tiles', '#tiles .tile:last-child', '#tenants'].map(name =>"
+        " document.querySelector(name).getBoundingClientRect().right)"
+    )
+    assert edges[0] == edges[1]
+    widths = page.eval("['latency', 'tenants'].map(name => document.getElementById(name).offsetWidth)")
+    assert widths[0] < 400 < 600 < widths[1]
 
 
 def test_draining_ends_the_service(tmp_path: Path, scene: Scene) -> None:

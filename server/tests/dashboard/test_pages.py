@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 from html.parser import HTMLParser
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from dashboard_runs import HOSTILE, ledger_logprobs
 from server_raw import Failed, Raw
 
 from twinkle_server.dashboard.pages import _next
-from twinkle_server.dashboard.rendering import number, size, span
+from twinkle_server.dashboard.rendering import breakable, measured, number, size, span
 
 from .conftest import Site, command
 
@@ -269,9 +270,42 @@ def test_the_overview_is_scoped_by_the_key(site: Site) -> None:
     assert place in ("device", "engine", "attached")
 
 
+def test_rollouts_with_one_prompt_show_it_once_and_all_have_texts(site: Site) -> None:
+    page = site.client(site.keys["ana"]).get(f"/ui/runs/{site.run.id}").text
+    table = page.partition('<table id="rollouts"')[2].partition("</table>")[0]
+    assert table.count('class="text prompt"') == 1
+    assert table.count('class="text sampled"') == 3 * 4, "three steps of four rows"
+    assert "open the row to read it" not in table
+
+
+def test_only_operators_are_offered_the_drain(site: Site) -> None:
+    pages = {name: site.client(site.keys[name]).get("/").text for name in ("ana", "operator")}
+    assert {name: "ui/drain" in page for name, page in pages.items()} == {"ana": False, "operator": True}
+
+
+def test_errors_lead_to_their_run(site: Site) -> None:
+    client = site.client(site.keys["ana"])
+    for path in ("/", "/ui/errors"):
+        errors = client.get(path).text.partition('<table id="errors"')[2]
+        assert f"ui/runs/{quote(site.run.id)}" in errors, path
+
+
+def test_paths_of_checkpoints_break_after_their_separators() -> None:
+    path = "tinker://ab12:train:0/weights/<b>"
+    assert str(breakable(path)) == "tinker://<wbr>ab12:<wbr>train:<wbr>0/<wbr>weights/<wbr>&lt;b&gt;"
+
+
+def test_what_was_measured_has_no_name_and_state() -> None:
+    on = {"path": "packing", "exact": True, "summary": "packing on (rounding, float32): differs by 2e-07"}
+    off = {"path": "steps", "exact": False, "summary": "steps off: steps is disabled"}
+    assert [measured(row) for row in (on, off, {"path": "other"})] == [
+        "(rounding, float32): differs by 2e-07", "steps is disabled", "",
+    ]  # fmt: skip
+
+
 def test_numbers_are_readable() -> None:
-    assert [number(value) for value in (None, 0, 12345, 0.00012346, 1.0, 1234567.0)] == [
-        "–", "0", "12,345", "0.0001235", "1", "1,234,567",
+    assert [number(value) for value in (None, 0, 12345, 0.00012346, 1.0, 1234567.0, 199123.4, 933.71)] == [
+        "–", "0", "12,345", "0.0001235", "1", "1,234,567", "199,123", "933.7",
     ]  # fmt: skip
     assert [size(value) for value in (0, 1023, 1024, 5 * 2**30)] == ["0 B", "1023 B", "1.0 KiB", "5.0 GiB"]
     assert [span(value) for value in (-1, 59, 119, 120, 7200, 2 * 86400)] == [

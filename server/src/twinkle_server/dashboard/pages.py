@@ -6,6 +6,7 @@ only if the settings allow it. Actions on the service need an operator's key, an
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs, urlencode
@@ -31,7 +32,8 @@ PREFIX: Final = "/ui/"
 """Paths of all pages but the first, which is `/`."""
 _FORM_BYTES: Final = 8 * 2**10
 _ROWS: Final = 50
-_SHOWN_ROLLOUTS: Final = 8
+_READ_ROLLOUTS: Final = 64
+"""Maximum number of rows whose texts the page of a run shows."""
 _EXCERPT: Final = 600
 _STEPS: Final = 10
 _CACHED: Final = 512
@@ -352,14 +354,15 @@ class Dashboard:
         return visitor.caller.tenant == model.tenant or (visitor.tenant is None and self._settings.rollouts.operator)
 
     async def _rollouts(self, visitor: Visitor, model: Model) -> list[dict[str, Any]]:
-        """Return the recorded rows of a run, the newest with texts if the visitor may read them."""
+        """Return the recorded rows of a run, with texts if the visitor may read them; neighbours share a prompt."""
         kept = await self._store.rollouts.of_run(model.tenant, model.id, self._settings.rollouts.rows)
         rows: list[dict[str, Any]] = [{"kept": entry, "prompt": None, "text": None} for entry in kept]
         if self._readable(visitor, model):
             await self._texts.ready()
-            for row in rows[:_SHOWN_ROLLOUTS]:
+            for row in rows[:_READ_ROLLOUTS]:
                 row.update(await self._excerpt(row["kept"]))
-        return rows
+        groups = itertools.groupby(rows, key=lambda row: row["prompt"])
+        return [{"prompt": prompt, "rows": list(members)} for prompt, members in groups]
 
     async def _excerpt(self, kept: Kept) -> dict[str, str]:
         """Return the texts of a row, which pages ask for again every few seconds."""

@@ -1,7 +1,9 @@
 """Renders templates; every value is escaped, and no page may load or run anything that is not ours."""
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from starlette.responses import Response
 
 if TYPE_CHECKING:
     import jinja2
+    import markupsafe
 
 _FOLDER: Final = Path(__file__).parent
 HEADERS: Final = {
@@ -83,15 +86,17 @@ def _environment() -> "jinja2.Environment":
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "size": size, "span": span, "ago": ago, "clock": clock}
+    environment.filters |= {"breakable": breakable, "measured": measured}
     return environment
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with a few significant digits; "–" for None."""
+    """Return a number with a few significant digits, and large ones as integers; "–" for None."""
     if value is None:
         return "–"
-    if isinstance(value, int) or (math.isfinite(value) and value == round(value) and abs(value) < 1e15):
-        return f"{int(value):,}"
+    plain = math.isfinite(value) and abs(value) < 1e15
+    if isinstance(value, int) or (plain and (abs(value) >= 10 ** (digits - 1) or value == round(value))):
+        return f"{round(value):,}"
     return f"{value:.{digits}g}"
 
 
@@ -121,3 +126,18 @@ def ago(moment: float | None) -> str:
 def clock(moment: float) -> str:
     """Return a time (UTC seconds) as a date and time."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def breakable(name: object) -> "markupsafe.Markup":
+    """Return an id or a path, escaped, which may be broken after its separators only."""
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.split(r"(?<=/)(?!/)|(?<=:)(?!/)", str(name)))
+
+
+def measured(path: Mapping[str, Any]) -> str:
+    """Return what an engine says about a fast path, without its name and state, which have columns of their own."""
+    text = str(path.get("summary") or path.get("reason") or "")
+    for state in ("on", "off"):
+        text = text.removeprefix(f"{path.get('path')} {state}")
+    return text.lstrip(": ")
