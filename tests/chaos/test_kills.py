@@ -13,8 +13,10 @@ from serving import Served
 
 PROGRAM = (
     *("train", "step", "big", "save", "train", "step", "read", "copy", "sample", "load", "train", "step", "save"),
-    *("copy", "big"),
+    *("copy", "cancel", "big"),
 )
+SLOW = {"seconds_per_token": 0.0005}
+"""A pass takes some time, so that what is behind it in the engine can be cancelled."""
 VISITS = {"store.before_commit": (1, 20), "store.after_commit": (6, 45)}
 # Where a failpoint is reached: checkpoints are published by the engine, and copies of them by the service itself.
 IN_ENGINE, IN_SERVICE = {"engine", "files"}, {"blob", "effects", "files", "outcomes", "secret", "store"}
@@ -41,7 +43,7 @@ def test_a_death_at_any_failpoint_loses_nothing(tmp_path: Path, name: str, visit
 
 def die_at(folder: Path, name: str, visit: int, programs: list[tuple[str, ...]]) -> tuple[bool, bool]:
     """Let service and engine die at a failpoint, demand that nothing was lost, and return which of them died."""
-    with counting_service(folder, FAILPOINT=f"{name}:{visit}") as service:
+    with counting_service(folder, SLOW, FAILPOINT=f"{name}:{visit}") as service:
         fate = Fate()
         first = started(service)
         asyncio.run(survive(service, programs, fate))
@@ -78,7 +80,7 @@ def test_a_death_at_twenty_visits_loses_nothing(tmp_path: Path, name: str) -> No
 
 
 def test_random_kills_lose_nothing(tmp_path: Path) -> None:
-    with counting_service(tmp_path) as service:
+    with counting_service(tmp_path, SLOW) as service:
         service.wait_ready()
         survive_all(service, [PROGRAM * 2, PROGRAM, PROGRAM[5:]], Killer(0, 4))
 

@@ -85,8 +85,8 @@ class Client:
             pause = min(0.5, pause * 2)
         raise Lost(f"{path} was not answered in {PATIENCE} seconds")
 
-    async def result(self, request: str, kind: str) -> Any:
-        """Wait for a future until it is over."""
+    async def result(self, request: str, kind: str, *, cancelled: bool = False) -> Any:
+        """Wait for a future until it is over; with `cancelled`, it may be cancelled."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             headers = {} if kind == "json" else {"Accept": PROTOBUF}
@@ -97,6 +97,8 @@ class Client:
                 made.ParseFromString(answer.content)
                 return made
             found = answer.json()
+            if cancelled and found.get("error") == "the request was cancelled":
+                return found
             if "error" in found:
                 raise Lost(f"a {kind} operation failed: {found}")
             if found.get("type") != "try_again":
@@ -160,6 +162,20 @@ class Trainer:
         body = pass_body(self.id, event.number, [row([1, 2])], forward_only=True)
         return self._do(event, "/forward_backward", body, "pass")
 
+    async def cancel(self) -> None:
+        """Ask for a long pass, and cancel the two behind it; each of them is cancelled, or has its whole effect."""
+        requests: list[tuple[Event, str]] = []
+        for count in (40, 1, 2):
+            data = self._rows(count)
+            event = self._event("train", data)
+            made = await self.client.ask("/forward_backward", pass_body(self.id, event.number, data))
+            requests.append((event, made.json()["request_id"]))
+        for _, request in requests[1:]:
+            await self.client.ask("/cancel_future", {"request_id": request})
+        for event, request in requests:
+            event.output = await self.client.result(request, "pass", cancelled=event is not requests[0][0])
+            event.cancelled = isinstance(event.output, dict)
+
     def step(self) -> Awaitable[None]:
         """Apply what is pending."""
         event = self._event("step")
@@ -213,8 +229,9 @@ async def follow(trainer: Trainer, program: Sequence[str], ahead: int = 4) -> No
 
     Args:
         trainer: the model.
-        program: words of "train", "big", "read", "step", "save", "sample", "copy" (of what was saved last) and "load"
-            (of what was saved or copied last); where nothing was saved, these two do nothing.
+        program: words of "train", "big", "read", "step", "cancel" (of passes behind a long one), "save", "sample",
+            "copy" (of what was saved last) and "load" (of what was saved or copied last); where nothing was saved,
+            these two do nothing.
         ahead: operations that are under way at once.
     """
     gate = asyncio.Semaphore(ahead)
@@ -230,6 +247,9 @@ async def follow(trainer: Trainer, program: Sequence[str], ahead: int = 4) -> No
             async with gate:
                 if word == "save":
                     saved.append(await trainer.save())
+                    continue
+                if word == "cancel":
+                    await trainer.cancel()
                     continue
                 if word == "sample":
                     path, state = await trainer.save_sampler()

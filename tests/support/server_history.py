@@ -32,6 +32,7 @@ class Event:
         kind: of it.
         datums: that it brought, or the state that it loads.
         output: what its future gave; None while nobody was told.
+        cancelled: whether its future says that it was cancelled.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Event:
     datums: tuple[int, ...] = ()
     loads: State | None = None
     output: Any = None
+    cancelled: bool = False
 
 
 @dataclass
@@ -64,6 +66,8 @@ class History:
         state = self.start
         for at in range(1, number + 1):
             event = self.events[at]
+            if event.cancelled:
+                continue
             if event.kind == "train":
                 state = State(state.applied, (*state.pending, *event.datums), state.steps)
             elif event.kind == "step":

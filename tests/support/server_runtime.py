@@ -46,6 +46,7 @@ class Plan:
         stubborn: replays of these numbers fail.
         scarce: times that a snapshot cannot be read, or a replay be done, for want of memory.
         deadly: snapshots of these models kill the engine that reads them.
+        silent: a WITHDRAW is never answered.
     """
 
     seed: int = 0
@@ -60,6 +61,7 @@ class Plan:
     stubborn: frozenset[int] = frozenset()
     scarce: int = 0
     deadly: frozenset[str] = frozenset()
+    silent: bool = False
     disk: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     runs: list[tuple[str, int, bool, bool]] = field(default_factory=list)
     started: int = 0
@@ -84,6 +86,7 @@ class FakeEngine:
         self.plan = plan
         self.models: dict[str, list[int]] = {}
         self.cancelled: set[int] = set()
+        self._waiting: dict[int, bool] = {}
         self.broken: set[str] = set()
         self.last_words = ""
         self.dead = asyncio.Event()
@@ -97,7 +100,18 @@ class FakeEngine:
             raise LinkClosed("dead")
         if message.type == messages.CANCEL:
             self.cancelled.add(message.head["id"])
+        if message.type == messages.WITHDRAW:
+            self._withdraw(set(message.head["ids"]))
+            return
+        self._waiting[message.head.get("id", -1)] = not message.head.get("replay")
         self._inbox.put_nowait(Message.unpack(*_parts(message)))
+
+    def _withdraw(self, ids: set[int]) -> None:
+        if self.plan.silent:
+            return
+        out = [number for number in ids if self._waiting.get(number)]
+        self.cancelled.update(out)
+        self._say(messages.WITHDRAWN, {"ids": list(ids), "out": out})
 
     async def room(self) -> None:
         if self.dead.is_set():
@@ -149,6 +163,7 @@ class FakeEngine:
 
     async def _do(self, message: Message) -> None:
         head = message.head
+        self._waiting.pop(head.get("id", -1), None)
         self._moment()
         if message.type == messages.RUN:
             await self._operation(head, message.body)

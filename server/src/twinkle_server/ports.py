@@ -187,7 +187,7 @@ class Service(Protocol):
         """Send a streamed request to the engine; it is not written to the log."""
 
     async def cancel(self, request: str, tenant: str) -> None:
-        """Cancel an operation that has not started; sampling requests are cancelled while they run, too."""
+        """Cancel an operation that has not begun; sampling requests are cancelled while they run, too."""
 
     def awaited(self, submission: Submission) -> bool:
         """Return whether later operations of the queue wait for this number; refusing it would block them."""

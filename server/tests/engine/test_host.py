@@ -421,3 +421,19 @@ def test_payloads_that_cannot_be_read_fail_alone(ledger: Engine) -> None:
     good = ledger.run("m", 5, "optim_step", OptimStep().dump())
     assert [bool(ledger.done(operation).head["error"]) for operation in bad] == [True] * 4
     assert ledger.done(good).head["error"] is None
+
+
+def test_operations_that_have_not_begun_are_taken_out_and_the_others_run_on(tmp_path: Path) -> None:
+    with engine(tmp_path, extra={"seconds_per_token": 0.0002}) as made:
+        made.done(made.create("m"))
+        long = made.run("m", 1, "forward_backward", request([7] * 8192), tokens=8192)
+        made.begun(long)
+        behind = [made.backward("m", number, 10 + number) for number in range(2, 6)]
+        step = made.step("m", 6)
+        made.send(messages.WITHDRAW, ids=[long, *behind[1:3], 999])
+        answer = made.wait(messages.WITHDRAWN).head
+        assert answer == {"ids": [long, *behind[1:3], 999], "out": behind[1:3]}
+        assert not [m for m in made.seen if m.type == messages.DONE and m.head["id"] == long], "within the pass"
+        made.done(long, behind[0], behind[3], step)
+        assert made.ledger("m", 7) == ([7, 12, 15], [])
+        assert not [m for m in made.seen if m.type == messages.DONE and m.head["id"] in behind[1:3]]

@@ -77,6 +77,10 @@ class History:
         for number in numbers:
             kind = "create" if number == 0 else "optim_step"
             self.asked[queue_id, number] = (await ask(runtime, number, kind, queue_id)).request
+        if self.draw.random() < 0.4:  # some wait, some are in the engine, and some have begun
+            asked = [request for (name, number), request in self.asked.items() if name == queue_id and number]
+            for request in self.draw.sample(asked, min(2, len(asked))):
+                await runtime.cancel(request, "ada")
 
     async def sample(self, runtime: Runtime) -> None:
         """Submit a sampling request, and perhaps cancel one."""

@@ -10,6 +10,7 @@ from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable, Unprocessable
 from twinkle_server.operations import Submission
+from twinkle_server.runtime.core import Cancelled
 from twinkle_server.runtime.queues import MAX_GAP
 from twinkle_server.settings import Limits, Times
 
@@ -323,6 +324,49 @@ def test_a_sample_is_cancelled_before_and_while_it_runs() -> None:
         assert (await answer(runtime, asked[1].request)).status == "cancelled"
         assert (await answer(runtime, asked[0].request)).status == "done"
         assert (await answer(runtime, asked[2].request)).status == "done"
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_operations_that_the_engine_has_not_begun_are_cancelled_and_their_numbers_are_used_up() -> None:
+    async def scenario() -> None:
+        world = World(Plan(seconds=0.1))
+        runtime = await world.runtime()
+        asked = [await ask(runtime, 0, "create")] + [await ask(runtime, number) for number in (1, 2, 3, 5)]
+        while not any(entry.running for entry in runtime.unfinished() if entry.operation.number == 1):
+            await asyncio.sleep(0.01)
+        shown = {each.operation.number: (each.in_engine, each.running) for each in runtime.unfinished()}
+        assert shown == {1: (True, True), 2: (True, False), 3: (True, False), 5: (False, False)}
+        assert await runtime.cancel_waiting(QUEUE) == Cancelled(cancelled=3, running=1)
+        told = [await answer(runtime, each.request) for each in asked[1:]]
+        assert [future.status for future in told] == ["done", "cancelled", "cancelled", "cancelled"]
+        assert applied(await answer(runtime, (await ask(runtime, 4)).request)) == [1, 4]
+        assert applied(await answer(runtime, (await ask(runtime, 6)).request)) == [1, 4, 6]
+        assert await runtime.cancel_waiting(QUEUE) == Cancelled()
+        await runtime.close()
+        assert [number for _, number, _, replay in world.plan.runs if not replay] == [0, 1, 4, 6]
+
+        runtime = await world.runtime()  # the next service sees the same
+        assert [(await answer(runtime, each.request)).status for each in asked[2:]] == ["cancelled"] * 3
+        assert applied(await answer(runtime, (await ask(runtime, 7)).request)) == [1, 4, 6, 7]
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_an_operation_is_cancelled_if_the_engine_dies_before_it_says_whether_it_has_begun() -> None:
+    async def scenario() -> None:
+        world = World(Plan(seconds=0.1, silent=True))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        asked = [await ask(runtime, number) for number in (1, 2, 3)]
+        await runtime.cancel(asked[1].request, "ada")
+        assert (await runtime.wait(asked[1].request, "ada", 0.01)).status == "pending", "the engine has not answered"
+        world.engines[-1].kill()
+        told = [await answer(runtime, each.request) for each in asked]
+        assert [future.status for future in told] == ["done", "cancelled", "done"]
+        assert applied(told[2]) == [1, 3]
         await runtime.close()
 
     within(SOON, scenario)

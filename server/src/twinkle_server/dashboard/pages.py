@@ -8,6 +8,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 from urllib.parse import parse_qs, urlencode
 
@@ -21,6 +22,7 @@ from twinkle_server.dashboard.texts import Texts, text_of
 from twinkle_server.engine.recording import Rollout
 from twinkle_server.errors import BadRequest, Forbidden, NotFound, ServiceError, TooLarge, Unauthorized
 from twinkle_server.operations import Operation
+from twinkle_server.runtime.core import Cancelled
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.figures import Kept, Step
@@ -196,7 +198,8 @@ class Dashboard:
         """List unfinished operations, oldest first."""
         found = self._service.unfinished(visitor.tenant)
         rows = [{"entry": entry, "why": self._why(entry.operation)} for entry in found[:_ROWS]]
-        return page(request, "operations.html", visitor=visitor, here="operations", rows=rows, total=len(found))
+        values: dict[str, Any] = {"rows": rows, "total": len(found), "notice": _notice(request)}
+        return page(request, "operations.html", visitor=visitor, here="operations", **values)
 
     @guarded
     async def checkpoints(self, request: Request, visitor: Visitor) -> Response:
@@ -225,6 +228,8 @@ class Dashboard:
             "state": self._overview.model(model, len(waiting)),
             "why": self._service.queue_state(model.id)[1] if waiting else None,
             "waiting": waiting[:_ROWS],
+            "running": sum(entry.running for entry in waiting),
+            "notice": _notice(request),
             "steps": steps[-_STEPS:][::-1],
             "count": steps[-1]["step"] if steps else 0,
             "titles": curves.NAMES,
@@ -297,9 +302,10 @@ class Dashboard:
         model = await self._model(request, visitor)
         question = f"Cancel the waiting operations of {model.id}? Operations that run already run to their end."
         refused = await self._confirm(request, visitor, "Cancel operations", question, f"ui/runs/{model.id}")
-        if refused is None:
-            await self._service.cancel_waiting(model.id)
-        return refused or moved(request, f"ui/runs/{model.id}")
+        if refused is not None:
+            return refused
+        found = await self._service.cancel_waiting(model.id)
+        return moved(request, f"ui/runs/{model.id}?{urlencode(asdict(found))}")
 
     @guarded
     async def cancel_operation(self, request: Request, visitor: Visitor) -> Response:
@@ -315,9 +321,10 @@ class Dashboard:
         if operation.id in {entry.operation.id for entry in self._service.unfinished() if entry.running}:
             question += " It runs already: only sampling can be interrupted, training runs to its end."
         refused = await self._confirm(request, visitor, "Cancel operation", question, "ui/operations")
-        if refused is None:
-            await self._service.cancel_operation(operation)
-        return refused or moved(request, "ui/operations")
+        if refused is not None:
+            return refused
+        ended = await self._service.cancel_operations([operation])
+        return moved(request, f"ui/operations?{urlencode(asdict(ended))}")
 
     async def _confirm(
         self, request: Request, visitor: Visitor, action: str, question: str, back: str
@@ -406,6 +413,24 @@ def _curves(steps: Sequence[Step], after: int) -> bytes:
 def _offset(request: Request) -> int:
     text = request.query_params.get("offset", "0")
     return int(text) if text.isdigit() and len(text) < 10 else 0
+
+
+def _notice(request: Request) -> str | None:
+    """Return what the cancellation did that led to this page: its counts are in the address."""
+    texts = [request.query_params.get(name, "") for name in asdict(Cancelled())]
+    if not all(text.isdigit() and len(text) < 10 for text in texts):
+        return None
+    found = Cancelled(*map(int, texts))
+    notice = f"{_count(found.cancelled)} cancelled."
+    if found.running:
+        notice += f" {_count(found.running)} had begun and will run to the end."
+    if found.undecided:
+        notice += f" The engine has not answered yet for {_count(found.undecided)}: it answers between two passes."
+    return notice
+
+
+def _count(operations: int) -> str:
+    return f"{operations or 'No'} operation{'' if operations == 1 else 's'}"
 
 
 def _next(target: str) -> str:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Protocol
@@ -23,6 +23,7 @@ from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Task, TaskQu
 from twinkle_server.engine.runner import OperationRunner, Sources
 from twinkle_server.engine.scheduler import Sampling, Scheduler, TimeSharing, Weights
 from twinkle_server.engine.snapshots import Snapshots
+from twinkle_server.failpoints import reach
 from twinkle_server.settings import Settings
 
 _PIECES = 4
@@ -183,11 +184,11 @@ class Host:
             self._take(self._backlog.popleft())
 
     def _arrive(self) -> None:
-        """Handle queued sampling requests; other messages wait for the end of the pass."""
+        """Handle queued sampling requests and WITHDRAW; other messages wait for the end of the pass."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
-                if not isinstance(item, Message) or self._behind(item) or not self._take_sample(item):
+                if not isinstance(item, Message) or self._behind(item) or not self._take_at_once(item):
                     self._backlog.append(item)
 
     def _behind(self, message: Message) -> bool:
@@ -199,6 +200,28 @@ class Host:
             and (item.type == messages.RESTORE or item.head.get("replay"))
             for item in self._backlog
         )
+
+    def _take_at_once(self, message: Message) -> bool:
+        """Handle a message that need not wait for the end of a pass; return whether it was one."""
+        if message.type == messages.WITHDRAW:
+            self._withdraw(message.head["ids"])
+            return True
+        return self._take_sample(message)
+
+    def _withdraw(self, ids: Collection[int]) -> None:
+        """Take operations out that have not begun: from the queues, and from messages that are not handled yet."""
+        wanted = set(ids)
+        out = self._queues.withdraw(wanted)
+        kept: deque[_Item] = deque()
+        for item in self._backlog:
+            is_run = isinstance(item, Message) and item.type == messages.RUN and not item.head.get("replay")
+            if isinstance(item, Message) and is_run and item.head["id"] in wanted:
+                out.append(item.head["id"])
+            else:
+                kept.append(item)
+        self._backlog = kept
+        reach("engine.after_withdraw")
+        self._link.send(Message(messages.WITHDRAWN, {"ids": list(ids), "out": out}))
 
     def _take_sample(self, message: Message) -> bool:
         if message.type == messages.RUN and message.head["kind"] == "sample":
@@ -216,7 +239,7 @@ class Host:
     def _take(self, item: Message | Callable[[], None]) -> None:
         if not isinstance(item, Message):
             item()
-        elif self._take_sample(item):
+        elif self._take_at_once(item):
             return
         elif item.type == messages.RUN:
             self._queues.add(Task.of_run(item))

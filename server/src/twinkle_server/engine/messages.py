@@ -22,7 +22,8 @@ RESTORE = "restore"  #                    queue, folder (None: without a snapsho
 DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
 GENERATE = "generate"  #                  id (below -1), tenant, model (whose present weights are used)  a Generate
 EMBED = "embed"  #                        id (below -1), tenant, model                               an Embed
-CANCEL = "cancel"  #                      id of a sample; training operations run to their end        -
+CANCEL = "cancel"  #                      id of a sample, waiting or running                          -
+WITHDRAW = "withdraw"  #                  ids of operations that must not begin; answer: WITHDRAWN    -
 SNAPSHOT = "snapshot"  #                  queue                                                       -
 WEIGHTS = "weights"  #                    weights: by tenant; of the others it is 1                   -
 PLACES = "places"  #                      -: answer with PLACED between two turns                       -
@@ -37,6 +38,7 @@ DONE = "done"  #                          id, error, category, extra (columns of
 #                                         later: True if a replay may succeed with more free memory
 #                                         figures: JSON text, see `recording.Recorded`
 ROLLOUTS = "rollouts"  #                  queue_id, tenant, number, rows: see `recording.Recorded`       their arrays
+WITHDRAWN = "withdrawn"  #                ids: of WITHDRAW; out: those that had not begun and never will  -
 PLACED = "placed"  #                      places: [bytes on the device, in host memory, on disk] by model
 RESTORED = "restored"  #                  queue, error (None after success), later                    -
 SNAPSHOTTED = "snapshotted"  #            queue, number, folder, digest, size                         -

@@ -5,7 +5,7 @@ A `Task` is an operation or an order of the service; `Composition` records the p
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
@@ -204,6 +204,16 @@ class TaskQueues:
         if not tasks:
             del self._waiting[task.queue_id]
         return task
+
+    def withdraw(self, ids: Collection[int]) -> list[int]:
+        """Remove the operations with these ids, and return the ids of those that were there; replays stay."""
+        found = [task for tasks in self._waiting.values() for task in tasks if task.id in ids and not task.replay]
+        for task in found:
+            tasks = self._waiting[task.queue_id]
+            tasks.remove(task)
+            if not tasks:
+                del self._waiting[task.queue_id]
+        return [task.id for task in found]
 
     def rebuilding(self, queue_id: str) -> bool:
         """Whether a model does not have all its acknowledged operations yet.

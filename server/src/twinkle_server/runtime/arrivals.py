@@ -15,11 +15,10 @@ from typing import Any
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import SequenceConflict
-from twinkle_server.operations import LOST, Operation, Outcome, Submission
+from twinkle_server.operations import LOST, Operation, Submission
 from twinkle_server.ports import Journal
 from twinkle_server.runtime.dispatch import Dispatcher
-from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.queues import Gap, ModelQueue
+from twinkle_server.runtime.queues import Gap, InFlight, ModelQueue
 from twinkle_server.settings import Times
 from twinkle_server.tenancy.auth import Caller
 
@@ -157,7 +156,6 @@ class Cancellation:
     Args:
         dispatcher: the queues.
         journal: the operation log.
-        outcomes: the writer of outcomes.
         arrivals: tells which requests may still arrive.
         times: the settings `gap_fail` and `gap_limit` are used.
         farthest: maximum number of missing sequence numbers before a waiting operation.
@@ -167,7 +165,6 @@ class Cancellation:
         self,
         dispatcher: Dispatcher,
         journal: Journal,
-        outcomes: Outcomes,
         arrivals: Arrivals,
         times: Times,
         farthest: int,
@@ -177,25 +174,40 @@ class Cancellation:
         self._times = times
         self._dispatcher = dispatcher
         self._journal = journal
-        self._outcomes = outcomes
         self._last_check = time.monotonic()
 
-    def cancel(self, operation: Operation) -> None:
-        """Cancel an operation that was not sent to the engine, or a sampling request; others run to their end."""
-        queue = self._dispatcher.queues.get(operation.queue_id)
-        if queue is None:
-            return
+    def cancel(self, *operations: Operation) -> "list[asyncio.Future[bool]]":
+        """Cancel operations that have not begun, and sampling requests; others run to their end.
+
+        Returns:
+            For each, whether it is cancelled. This is known at once, except where the engine has the operation and must
+            take it out again.
+        """
+        flights: dict[int, InFlight] = {}
+        known: dict[int, bool] = {}
+        for operation in reversed(operations):  # the last first: the earlier ones must not start meanwhile
+            queue = self._dispatcher.queues.get(operation.queue_id)
+            flight = None if queue is None else queue.in_flight.get(operation.id)
+            if flight is None or operation.kind == "sample":
+                known[operation.id] = queue is not None and self._end(queue, operation)
+            elif flight.replay:
+                known[operation.id] = False
+            else:
+                flights[operation.id] = flight
+        answers = dict(zip(flights, self._dispatcher.withdraw(list(flights.values())), strict=True))
+        return [answers.get(each.id) or _known(known[each.id]) for each in operations]
+
+    def _end(self, queue: ModelQueue, operation: Operation) -> bool:
+        """Cancel an operation that was not sent to the engine, or a sampling request; return False if it has ended."""
         if operation.id in queue.in_flight:
-            if operation.kind != "sample":
-                return
             self._dispatcher.pop_in_flight(operation.id)
             self._dispatcher.send_order(Message(messages.CANCEL, {"id": operation.id}))
         elif not queue.withdraw(operation):
-            return  # its outcome is being written
-        outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
-        self._outcomes.put(operation, outcome)
+            return False  # its outcome is being written
+        self._dispatcher.cancel(operation)
         self._dispatcher.send_ready(queue)
         self._dispatcher.release(queue)
+        return True
 
     def leave(self, prefix: str, reason: str) -> None:
         """Release the queues whose names start with `prefix`: waiting operations fail, running ones end."""
@@ -245,6 +257,12 @@ class Cancellation:
             )
         self._dispatcher.send_ready(queue)
         self._dispatcher.release(queue)
+
+
+def _known(cancelled: bool) -> "asyncio.Future[bool]":
+    future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    future.set_result(cancelled)
+    return future
 
 
 def _lost(queue: ModelQueue, number: int, seconds: float) -> Submission:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ _KEPT = 1024  # waiting operations whose payloads stay in memory
 _KEPT_BYTES = 128 * 2**10  # of a payload that stays in memory
 _STREAMS_SHARE = 1 / 3  # of the time of a drain, for streamed requests to end
 _ENGINE_WAIT, _GLANCE = 20.0, 0.05  # seconds that a streamed request waits for the engine; between two looks
+_ENGINE_ANSWER = 5.0  # seconds to wait for the engine's answer to a withdrawal; it answers between two passes
 _LAST_WORDS = 5.0  # seconds to write the remaining outcomes at shutdown
 
 
@@ -58,12 +59,30 @@ class Unfinished:
     Attributes:
         operation: the operation.
         seconds: since its acceptance, or the start of the service.
-        running: whether the engine has it.
+        in_engine: whether the engine has it.
+        running: whether the engine has begun it.
     """
 
     operation: Operation
     seconds: float
+    in_engine: bool
     running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What has become of operations that were to be cancelled.
+
+    Attributes:
+        cancelled: number of those that are cancelled.
+        running: number of those that had begun, and run to their end.
+        undecided: number of those whose end is not certain yet: the engine has not said whether they had begun, or the
+            cancellation is not written.
+    """
+
+    cancelled: int = 0
+    running: int = 0
+    undecided: int = 0
 
 
 class Runtime:
@@ -117,9 +136,7 @@ class Runtime:
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW, self.futures.open, replayed)
         self._max_gap = max(MAX_GAP, settings.limits.queued)
         self.arrivals = Arrivals(settings.times.resend)
-        self.cancellation = Cancellation(
-            self.dispatcher, journal, self.outcomes, self.arrivals, settings.times, self._max_gap
-        )
+        self.cancellation = Cancellation(self.dispatcher, journal, self.arrivals, settings.times, self._max_gap)
         self.janitor = Janitor()
         self._events = EngineEvents(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
@@ -130,9 +147,9 @@ class Runtime:
         if figures is not None:
             self.runtime_status.show(figures)
         self._tracer = tracer
+        self.supervisor.began = self._began
         if tracer is not None:
             self.runtime_status.follow(tracer.passed)
-            self.supervisor.began = tracer.began
 
     # Lifecycle
 
@@ -344,7 +361,9 @@ class Runtime:
         return self.generations.open(self.dispatcher.child, tenant, generate)
 
     async def cancel(self, request: str, tenant: str) -> None:
-        """Cancel an operation that has not started; sampling requests are cancelled while they run, too.
+        """Cancel an operation that has not begun; sampling requests are cancelled while they run, too.
+
+        Its future tells whether it is cancelled: the engine may have begun it meanwhile.
 
         Raises:
             NotFound: the tenant has no such request.
@@ -360,13 +379,25 @@ class Runtime:
         found = []
         for operation, seconds in self.futures.unfinished():
             if tenant is None or operation.tenant == tenant:
-                found.append(Unfinished(operation, seconds, operation.id in self.dispatcher.in_flight))
+                flight = self.dispatcher.in_flight.get(operation.id)
+                begun = flight is not None and flight.begun
+                found.append(Unfinished(operation, seconds, flight is not None, begun))
         return found
 
-    async def cancel_operation(self, operation: Operation) -> None:
-        """Cancel an operation as `cancel` does, and return when its end is durable."""
-        self.cancellation.cancel(operation)
+    async def cancel_operations(self, operations: Sequence[Operation]) -> Cancelled:
+        """Cancel operations as `cancel` does; return what has become of them, when their end is durable."""
+        if not operations:
+            return Cancelled()
+        answers = self.cancellation.cancel(*operations)
+        await asyncio.wait(answers, timeout=_ENGINE_ANSWER)
         await self._settle()
+        runs = [answer.done() and not answer.result() for answer in answers]
+        pending = [operation.status == "pending" for operation in operations]
+        return Cancelled(
+            cancelled=sum(operation.status == "cancelled" for operation in operations),
+            running=sum(runs and left for runs, left in zip(runs, pending, strict=True)),
+            undecided=sum(left and not runs for runs, left in zip(runs, pending, strict=True)),
+        )
 
     async def _settle(self) -> None:
         """Wait a moment until everything that has ended is durable."""
@@ -374,14 +405,10 @@ class Runtime:
             async with asyncio.timeout(_AGAIN):
                 await self.outcomes.flush()
 
-    async def cancel_waiting(self, model: str) -> int:
-        """Cancel the operations of a model that the engine does not have yet; return their number."""
-        waiting = [entry.operation for entry in self.unfinished() if entry.operation.queue_id == model]
-        waiting = [operation for operation in waiting if operation.id not in self.dispatcher.in_flight]
-        for operation in reversed(waiting):  # the last first: the earlier ones must not start meanwhile
-            self.cancellation.cancel(operation)
-        await self._settle()
-        return len(waiting)
+    async def cancel_waiting(self, model: str) -> Cancelled:
+        """Cancel the operations of a model that have not begun; see `cancel_operations`."""
+        unfinished = [entry.operation for entry in self.unfinished() if entry.operation.queue_id == model]
+        return await self.cancel_operations(sorted(unfinished, key=lambda operation: operation.number))
 
     def request_stop(self) -> None:
         """Let the process drain and exit soon, as SIGTERM does; the page that asked for it can still load its parts."""
@@ -467,6 +494,8 @@ class Runtime:
             self._events.detached(message)
         elif message.type == messages.ROLLOUTS:
             self.record_rollouts(message)
+        elif message.type == messages.WITHDRAWN:
+            self.dispatcher.withdrawn(message.head["ids"], message.head["out"])
         elif message.type == messages.PLACED:
             self.places = message.head["places"]
         else:
@@ -475,6 +504,11 @@ class Runtime:
             count_message(self._figures, message)
 
     # Internals
+
+    def _began(self, operations: Collection[int]) -> None:
+        self.dispatcher.began(operations)
+        if self._tracer is not None:
+            self._tracer.began(operations)
 
     def _written(self, operation: Operation, outcome: Outcome) -> None:
         status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"

@@ -207,6 +207,11 @@ class Dispatcher:
         """Fail an operation that was not sent to the engine."""
         self._outcomes.put(operation, Outcome(operation.id, error=reason, category=category))
 
+    def cancel(self, operation: Operation) -> None:
+        """End an operation as cancelled that the engine does not have, and will not be sent."""
+        outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
+        self._outcomes.put(operation, outcome)
+
     def close(self, queue: ModelQueue, closed: Closed) -> None:
         """Close a queue and fail its waiting operations."""
         for operation in queue.close(closed):
@@ -377,7 +382,50 @@ class Dispatcher:
         if flight is not None:
             flight.queue.remove_in_flight(operation)
             self._window.release(flight.size)
+            flight.answer(withdrawn=False)
         return flight
+
+    def began(self, operations: Collection[int]) -> None:
+        """Note that the engine runs operations."""
+        for operation in operations:
+            if (flight := self.in_flight.get(operation)) is not None:
+                flight.begun = True
+
+    # Withdrawing: an operation that the engine has, but has not begun
+
+    def withdraw(self, flights: Sequence[InFlight]) -> "list[asyncio.Future[bool]]":
+        """Ask the engine to take operations out; return, for each, whether it is cancelled, once that is known.
+
+        Until the engine answers, an operation is neither cancelled nor certain to run. If the engine dies, or its model
+        is taken out of it, before the answer comes, the operation has no effect: it is cancelled, and not sent again.
+        """
+        asked = [flight for flight in flights if flight.withdrawal is None]
+        for flight in asked:
+            flight.withdrawal = asyncio.get_running_loop().create_future()
+        if asked:
+            self.send_order(Message(messages.WITHDRAW, {"ids": [flight.operation.id for flight in asked]}))
+        return [flight.withdrawal for flight in flights if flight.withdrawal is not None]
+
+    def withdrawn(self, asked: Sequence[int], out: Collection[int]) -> None:
+        """Handle the answer to WITHDRAW: what the engine has taken out is cancelled, and the rest runs on."""
+        queues: dict[str, ModelQueue] = {}
+        for operation in asked:
+            flight = self.in_flight.get(operation)
+            if flight is None or flight.replay:
+                continue  # it has ended, or the engine has lost it, before the answer came
+            if operation not in out:
+                flight.answer(withdrawn=False)
+                continue
+            self._cancel_flight(flight)
+            self.pop_in_flight(operation)
+            queues[flight.queue.name] = flight.queue
+        for queue in queues.values():
+            self.send_ready(queue)
+            self.release(queue)
+
+    def _cancel_flight(self, flight: InFlight) -> None:
+        flight.answer(withdrawn=True)
+        self.cancel(flight.operation)
 
     def send_order(self, message: Message) -> None:
         """Send a message that concerns only the current engine; dropped without one."""
@@ -475,9 +523,14 @@ class Dispatcher:
         _log.warning("cannot restore model %s yet: %s; retrying later", queue.name, reason)
         if (sender := self._senders.pop(queue, None)) is not None:
             sender.cancel()
+        back: list[Operation] = []
         for flight in flights:
+            if flight.withdrawal is not None:
+                self._cancel_flight(flight)
+            elif not flight.replay:
+                back.append(flight.operation)
             self.pop_in_flight(flight.operation.id)
-        queue.put_back([*again, *(flight.operation for flight in flights if not flight.replay)])
+        queue.put_back([*again, *back])
         self._forget(queue)
 
     def forgotten(self, queue: ModelQueue) -> None:
@@ -561,7 +614,9 @@ class Dispatcher:
                     self._deaths[operation.id] = self._deaths.get(operation.id, 0) + 1
                 continue
             operation.attempts += guilty
-            if operation.attempts > 1:
+            if flight.withdrawal is not None:
+                self._cancel_flight(flight)
+            elif operation.attempts > 1:
                 self.fail(operation, f"{why}, twice while running this operation; it is not retried")
             else:
                 again.append(operation)

@@ -188,12 +188,22 @@ class InFlight:
         queue: its queue.
         size: size of its payload in bytes.
         replay: the result is already known; only the effect on the model is needed.
+        begun: whether the engine has reported that it runs.
+        withdrawal: while the engine is asked to take it out again: whether it did, resolved by its answer.
     """
 
     operation: Operation
     queue: "ModelQueue"
     size: int
     replay: bool = False
+    begun: bool = False
+    withdrawal: "asyncio.Future[bool] | None" = None
+
+    def answer(self, withdrawn: bool) -> None:
+        """End a withdrawal; a later one asks the engine again."""
+        if self.withdrawal is not None and not self.withdrawal.done():
+            self.withdrawal.set_result(withdrawn)
+        self.withdrawal = None
 
 
 class ModelQueue:

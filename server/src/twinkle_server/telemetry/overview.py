@@ -48,7 +48,8 @@ class Overview:
             "rates": self._window.report(tenant),
             "queue": {
                 "unfinished": len(unfinished),
-                "in_engine": sum(entry.running for entry in unfinished),
+                "in_engine": sum(entry.in_engine for entry in unfinished),
+                "running": sum(entry.running for entry in unfinished),
                 "oldest_seconds": round(unfinished[0].seconds, 1) if unfinished else 0.0,
             },
             "tenants": await self._tenants(tenant),

@@ -11,6 +11,7 @@ from service_simulation.bodies import LORA, metrics_of, pass_body, row_ids, samp
 from service_simulation.engine import BREAK, DIE, ERROR, FATAL, HANG
 from service_simulation.reference import Chat, Event, History, Kind, Source, State, Violation, as_metrics, demand
 from service_simulation.service import CHAT, Answer, Call
+from service_simulation.virtual import Killed, run_as
 from service_simulation.world import Lost, World
 
 AGAIN = (408, 429, 500, 503)
@@ -174,6 +175,7 @@ class Trainer:
         most = client.world.settings.limits.queued  # beyond it, requests are mostly turned away
         self._gate = asyncio.Semaphore(min(client.draw.choice([1, 4, 16]), most))
         self._names = itertools.count()
+        self._cancelling = False
         client.models.append(self)
 
     @property
@@ -289,6 +291,22 @@ class Trainer:
         await asyncio.sleep(self.draw.choice([0.0, 20.0, 100.0, 150.0]))
         await self._submit(event, "/optim_step", {"model_id": self.id, "seq_id": event.number, "adam_params": {}})
 
+    async def cancel_all(self) -> None:
+        """Cancel what waits of the model, as an operator does; what is reported as cancelled is so for ever."""
+        life = self.world.life
+        if life is None or life.service is None or not life.answering or self._cancelling:
+            return  # two at once would count the same operations
+        self._cancelling = True
+        try:
+            found = await run_as(life.process, life.service.cancel_waiting(self.id))
+        except (Killed, asyncio.CancelledError):
+            if life.process.alive:
+                raise
+            return
+        finally:
+            self._cancelling = False
+        self.history.cancelled += found.cancelled
+
     async def unload(self) -> None:
         """End the model."""
         self.gone = True
@@ -376,6 +394,7 @@ Program = Callable[[Trainer], Awaitable[None]]
 WORDS = (
     ("train", 30), ("big", 3), ("step", 25), ("read", 12), ("save", 3), ("sample", 2), ("freeze", 1), ("inflight", 2),
     ("load", 3), ("chat", 4), ("bad step", 2), ("bad row", 3), ("conflict", 2), ("repeat", 3), ("lose", 1), ("wait", 4),
+    ("cancel all", 2),
 )  # fmt: skip
 
 
@@ -413,6 +432,7 @@ def _work(trainer: Trainer, word: str) -> Coroutine[Any, Any, None] | None:
         "conflict": trainer.conflict,
         "repeat": trainer.repeat,
         "lose": trainer.lose_number,
+        "cancel all": trainer.cancel_all,
     }
     return simple[word]()
 

@@ -127,6 +127,7 @@ class History:
         lost: numbers whose requests were never sent, or much too late.
         excuses: parts of error texts with which any of its operations may fail.
         chats: streamed requests for its present weights.
+        cancelled: number of operations of which an operator was told that they are cancelled.
     """
 
     model: str
@@ -135,6 +136,7 @@ class History:
     lost: set[int] = field(default_factory=set)
     excuses: tuple[str, ...] = ()
     chats: list[Chat] = field(default_factory=list)
+    cancelled: int = 0
     _states: list[State] = field(default_factory=lambda: [State()])
 
     def add(self, event: Event) -> Event:
@@ -177,6 +179,8 @@ class History:
                 native.check(event, before, where)
             if event.norm is not None:
                 demand(event.norm == len(before.pending), f"{where} stepped on {event.norm} rows, not {before.pending}")
+        ended = sum(event.ending == "cancelled" for event in self.events.values())
+        demand(ended >= self.cancelled, f"{self.model}: {self.cancelled} were reported as cancelled, {ended} are")
         for chat in self.chats:
             versions = [self.after(number).version() for number in range(chat.first, chat.last + 1)]
             wanted = [(each[: chat.most], "stop" if len(each) <= chat.most else "length") for each in versions]

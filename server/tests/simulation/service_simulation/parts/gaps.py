@@ -9,7 +9,7 @@ from service_simulation.reference import demand
 from service_simulation.virtual import Clock
 
 from twinkle_server.errors import SequenceConflict, Unavailable
-from twinkle_server.operations import LOST, Operation, Outcome, Submission
+from twinkle_server.operations import LOST, Operation, Submission
 from twinkle_server.runtime.arrivals import Arrivals, Cancellation
 from twinkle_server.runtime.queues import InFlight, ModelQueue
 from twinkle_server.settings import Times
@@ -48,6 +48,7 @@ class _Dispatcher:
     def __init__(self) -> None:
         self.queues: dict[str, ModelQueue] = {}
         self.failed: list[tuple[Operation, str, str]] = []
+        self.cancelled: list[Operation] = []
         self.calls: list[Any] = []
 
     def fail(self, each: Operation, reason: str, category: str = "server") -> None:
@@ -59,6 +60,13 @@ class _Dispatcher:
     def release(self, queue: ModelQueue) -> None:
         self.calls.append(("release", queue.name))
 
+    def cancel(self, each: Operation) -> None:
+        self.cancelled.append(each)
+
+    def withdraw(self, flights: list[InFlight]) -> "list[asyncio.Future[bool]]":
+        self.calls += [("withdraw", flight.operation.id) for flight in flights]
+        return [asyncio.get_running_loop().create_future() for _ in flights]
+
     def pop_in_flight(self, number: int) -> None:
         self.calls.append(("land", number))
 
@@ -66,24 +74,16 @@ class _Dispatcher:
         self.calls.append((message.type, message.head["id"]))
 
 
-class _Outcomes:
-    def __init__(self) -> None:
-        self.put_: list[tuple[Operation, Outcome]] = []
-
-    def put(self, each: Operation, outcome: Outcome) -> None:
-        self.put_.append((each, outcome))
-
-
 async def give_up_gaps(clock: Clock, draw: random.Random) -> None:
     """Operations behind a number that never comes fail after `gap_fail`, and not before it may still come."""
-    journal, dispatcher, outcomes = _Journal(), _Dispatcher(), _Outcomes()
+    journal, dispatcher = _Journal(), _Dispatcher()
     arrivals = Arrivals(TIMES.resend)
-    any_: Any = (dispatcher, journal, outcomes)
+    any_: Any = (dispatcher, journal)
     cancellation = Cancellation(*any_, arrivals, TIMES, 50)
     await _wait_for_a_lost_number(cancellation, arrivals, journal, dispatcher, clock, draw)
     await _stand_still(cancellation, dispatcher, clock, draw)
     await _drop_far_numbers(cancellation, dispatcher, clock)
-    await _cancel(cancellation, dispatcher, outcomes)
+    await _cancel(cancellation, dispatcher)
     await _leave(cancellation, dispatcher)
 
 
@@ -226,27 +226,28 @@ async def _drop_far_numbers(cancellation: Cancellation, dispatcher: _Dispatcher,
     demand(dispatcher.queues["o"].order.holds(near.number), "a number that is near enough is dropped")
 
 
-async def _cancel(cancellation: Cancellation, dispatcher: _Dispatcher, outcomes: _Outcomes) -> None:
-    """What the engine does not have is cancelled, and a sampling request wherever it is."""
+async def _cancel(cancellation: Cancellation, dispatcher: _Dispatcher) -> None:
+    """What the engine does not have is cancelled, and a sampling request anywhere; the engine is asked for others."""
     first, second, third = _queue(dispatcher, "p", 0, 1, 3)
     queue = dispatcher.queues["p"]
     queue.sent(InFlight(first, queue, 5))
-    cancellation.cancel(first)
-    cancellation.cancel(operation(9, queue="nowhere"))
-    cancellation.cancel(operation(9, queue="p"))
-    demand(not outcomes.put_ and not dispatcher.calls, "what runs, or is not there, is cancelled")
+    (asked,) = cancellation.cancel(first)
+    none = [*cancellation.cancel(operation(9, queue="nowhere")), *cancellation.cancel(operation(9, queue="p"))]
+    demand(not dispatcher.cancelled and not asked.done(), "what runs, or is not there, is cancelled")
+    demand(not any(answer.result() for answer in none), "what is not there counts as cancelled")
+    demand(dispatcher.calls == [("withdraw", first.id)], f"{dispatcher.calls}")
+    dispatcher.calls.clear()
+    ends = cancellation.cancel(second, third)
+    demand(all(answer.result() for answer in ends), "what waited counts as not cancelled")
     for each in (second, third):
-        cancellation.cancel(each)
         demand(not queue.order.holds(each.number) and queue.head is None, "what is cancelled waits")
-        cancellation.cancel(each)
+        demand(not cancellation.cancel(each)[0].result(), "it is cancelled twice")
     samples = dispatcher.queues["s"] = ModelQueue("s", "ada", ordered=False)
     sample = operation(20, queue="s", kind="sample")
     samples.arrive(sample, 1.0)
     samples.sent(InFlight(sample, samples, 5))
     cancellation.cancel(sample)
-    wanted = [(each, Outcome(each.id, error="it was cancelled", category="user", cancelled=True))
-              for each in (second, third, sample)]  # fmt: skip
-    demand(outcomes.put_ == wanted, f"{outcomes.put_}")
+    demand(dispatcher.cancelled == [third, second, sample], f"{dispatcher.cancelled}: the last first")
     calls = [call for call in dispatcher.calls if call[0] != "send_ready"]
     released = [("release", "p"), ("release", "p"), ("land", 21), ("cancel", 21), ("release", "s")]
     demand(calls == released, f"{calls}")
