@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from server_raw import Raw, row
@@ -71,6 +72,9 @@ def test_a_quota_is_changed_while_the_service_runs_and_its_use_is_shown(service:
         assert (found["models"], found["waiting"], found["weight"]) == (1, 0, 2.5)
         assert found["checkpoints"]["bytes"] > 0
         assert found["requests"] >= 6
+        overview = httpx.get(f"{service.url}/twinkle/overview", headers={"X-API-Key": service.key}, trust_env=False)
+        shown = {entry["tenant"]: entry["tokens_today"] for entry in overview.json()["tenants"]}
+        assert shown["ana"] == 6, "requests are no tokens"
         assert "tenant ana: trained 6 tokens (6 today)" in run(service, "status")
         with pytest.raises(AssertionError, match="specify what to change"):
             run(service, "keys", "set", "ana")

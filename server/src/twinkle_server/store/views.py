@@ -13,7 +13,7 @@ from twinkle_server.store import rows
 from twinkle_server.store.models import record_of
 from twinkle_server.store.records import Checkpoint, Model, Page
 from twinkle_server.store.tables import checkpoints, keys, models, operations, usage
-from twinkle_server.store.tenants import day_of
+from twinkle_server.store.tenants import KINDS, day_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,10 @@ class Views:
             .where(*_own(models, tenant))
             .group_by(models.c.tenant, models.c.status)
         )
-        used = select(usage.c.tenant, usage.c.kind, usage.c.tokens).where(*_own(usage, tenant), usage.c.day == today)
+        tokens = usage.c.kind.in_(sorted(set(KINDS.values())))  # not `REQUESTS`, which are no tokens
+        used = select(usage.c.tenant, usage.c.kind, usage.c.tokens).where(
+            *_own(usage, tenant), usage.c.day == today, tokens
+        )
         stored = select(checkpoints.c.tenant, func.sum(checkpoints.c.size)).where(*_own(checkpoints, tenant), alive)
         issued = select(keys.c.tenant, func.count()).where(*_own(keys, tenant), keys.c.revoked.is_(None))
 
