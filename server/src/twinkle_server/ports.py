@@ -135,6 +135,9 @@ class Figures(Protocol):
     def passed(self, head: Mapping[str, Any]) -> None:
         """The engine ended a pass, described by the head of its message `passed`."""
 
+    def progressed(self, head: Mapping[str, Any]) -> None:
+        """The engine has computed a part of its passes, described by the head of its message `progress`."""
+
     def restored(self) -> None:
         """A model was restored in the engine."""
 

@@ -5,6 +5,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -112,3 +113,21 @@ def request_of(served: Served, number: int) -> str:
             query = "SELECT request FROM operations WHERE number = ? AND status = 'pending'"
             found = database.execute(query, (number,)).fetchall()
     return found[0][0]
+
+
+def test_a_long_pass_counts_while_it_runs(slow: Served) -> None:
+    def overview() -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{slow.url}/twinkle/overview", trust_env=False).json()
+        return answer
+
+    with Raw(slow.url) as raw:
+        future = raw.model().submit_pass([row([9, *[2] * 10 * TOKENS])])
+        before, found = 0.0, overview()
+        while found["queue"]["running"] == 0:
+            before, found = sum(found["rates"]["history"]), overview()
+        while sum(found["rates"]["history"]) <= before:
+            assert found["queue"]["unfinished"], "it counts only when it is over"
+            found = overview()
+        assert found["queue"]["unfinished"] == 1
+        raw.result(future, "pass")
+        assert overview()["rates"]["pass_tokens"] <= 1024

@@ -437,3 +437,21 @@ def test_operations_that_have_not_begun_are_taken_out_and_the_others_run_on(tmp_
         made.done(long, behind[0], behind[3], step)
         assert made.ledger("m", 7) == ([7, 12, 15], [])
         assert not [m for m in made.seen if m.type == messages.DONE and m.head["id"] in behind[1:3]]
+
+
+def test_a_long_operation_tells_its_passes_while_it_runs(tmp_path: Path) -> None:
+    with engine(tmp_path, extra={"seconds_per_token": 0.0002}) as made:
+        made.done(made.create("m"))
+        long = made.run("m", 1, "forward_backward", request([7] * 10_240), tokens=10_240)
+        made.done(long)
+        parts = [m.head for m in made.seen if m.type == messages.PROGRESS]
+        head = made.wait(messages.PASSED).head
+        assert 2 <= len(parts) <= 4, "2 s, told every half second"
+        told = {name: sum(part[name] for part in parts) for name in ("seconds", "passes", "tokens")}
+        assert head["told"] == pytest.approx(told)
+        assert all(part["tenants"] == {"t": part["tokens"]} and part["tokens"] > 0 for part in parts)
+        assert (head["tokens"], head["passes"]) == (10_240, 10), "the ledger takes 1,024 tokens at a time"
+        assert told["tokens"] <= head["tokens"]
+        assert made.done(made.backward("m", 2, 5)).head["error"] is None
+        short = made.wait(messages.PASSED).head
+        assert (short["passes"], short["told"]["passes"]) == (1, 0)

@@ -54,3 +54,32 @@ def test_old_seconds_are_dropped() -> None:
         clock.now += 1
         window.finished("forward", "done", 0.1, 1, "ana")
     assert len(window._seconds) == 300
+
+
+def test_an_operation_of_many_passes_counts_while_it_runs_and_once() -> None:
+    clock = Clock()
+    window = Window(clock)
+    for _ in range(20):
+        clock.now += 1
+        window.progressed({"seconds": 1.0, "passes": 4, "tokens": 4000, "tenants": {"ana": 4000}})
+    running = window.report()
+    assert running["tokens_per_second"] == window.report("ana")["tokens_per_second"] == 4000.0
+    assert (running["busy"], running["passes_per_second"], running["pass_tokens"]) == (1.0, 4.0, 1000.0)
+    clock.now += 1
+    told = {"seconds": 20.0, "passes": 80, "tokens": 80_000}
+    head = {"seconds": 21.0, "tokens": 84_000, "padded": 0, "tenants": 1, "operations": 1, "passes": 84, "told": told}
+    window.passed({"kind": "pass", **head})
+    window.finished("forward_backward", "done", 21.0, 84_000, "ana")
+    over = window.report()
+    assert sum(over["history"]) * 5 == 84_000
+    assert (over["busy"], over["pass_tokens"], over["pass_operations"], over["pass_tenants"]) == (1.0, 1000.0, 1.0, 1.0)
+    window.finished("forward_backward", "done", 1.0, 500, "ana")
+    assert sum(window.report()["history"]) * 5 == 84_500
+
+
+def test_what_an_engine_computed_before_it_died_is_not_taken_from_later_operations() -> None:
+    window = Window(Clock())
+    window.progressed({"seconds": 1.0, "passes": 1, "tokens": 900, "tenants": {"ana": 900}})
+    window.restarted()
+    window.finished("forward_backward", "done", 1.0, 500, "ana")
+    assert window.report()["tokens_per_second"] == 1400.0

@@ -98,7 +98,7 @@ class Host:
         )
         self._threads = threads(2, "files")
         self._background_jobs = 0
-        executor.interrupt(self._interleaving.between)
+        executor.interrupt(self._between)
         self._draining = False
         self._drained = False
 
@@ -190,6 +190,11 @@ class Host:
                 item = self._inbox.get_nowait()
                 if not isinstance(item, Message) or self._behind(item) or not self._take_at_once(item):
                     self._backlog.append(item)
+
+    def _between(self) -> None:
+        """Do what is due between two passes of a turn."""
+        self._runner.between()
+        self._interleaving.between()
 
     def _behind(self, message: Message) -> bool:
         """Return whether a request uses the present weights of a model that waiting messages rebuild."""

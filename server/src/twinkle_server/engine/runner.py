@@ -15,6 +15,7 @@ from twinkle_server.engine.errors import Lost, NotInMemory, failed, is_out_of_me
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.native.models import Noted
+from twinkle_server.engine.progress import Progress
 from twinkle_server.engine.queues import Composition, Task, TaskQueues, done, rollouts
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
@@ -212,6 +213,7 @@ class OperationRunner:
         self._report = report
         self._interleaving = interleaving
         self._saves = Saves(executor, sources, waiting, background, self._end)
+        self._progress = Progress(interleaving.clock, report, executor.pass_tokens)
         self._broken: set[str] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -232,6 +234,7 @@ class OperationRunner:
         self._interleaving.begin([task.id for task in tasks])
         begin = self._interleaving.clock()
         if kind in PASSES:
+            self._progress.begin(tasks)
             cost = self._passes(tasks)
         elif kind in STEPS:
             cost = self._steps(tasks)
@@ -240,6 +243,10 @@ class OperationRunner:
             cost = Cost()
         reach("engine.after_turn")
         self._passed(turn_name(kind), tasks, self._interleaving.clock() - begin, cost)
+
+    def between(self) -> None:
+        """Note that the engine has ended a pass of a turn, and goes on with another."""
+        self._progress.between()
 
     def _embed(self, task: Task) -> None:
         self._interleaving.begin([task.id])
@@ -330,6 +337,7 @@ class OperationRunner:
             )
             for task in tasks
         ]  # fmt: skip
+        self._progress.runs()
         try:
             _, cost = self._executor.run(passes, left.put)
         except EngineFault:
@@ -453,6 +461,8 @@ class OperationRunner:
             "tenants": len({task.tenant for task in tasks}),
             "operations": len(tasks),
         }
+        if kind == "pass":
+            head |= self._progress.end(cost.tokens)
         self._report(Message(messages.PASSED, head))
 
 

@@ -498,7 +498,7 @@ class Runtime:
             self.dispatcher.withdrawn(message.head["ids"], message.head["out"])
         elif message.type == messages.PLACED:
             self.places = message.head["places"]
-        else:
+        elif message.type != messages.PROGRESS:  # which is only counted
             _log.error("the engine sent a message of unknown type %r", message.type)
         if self._figures is not None:
             count_message(self._figures, message)

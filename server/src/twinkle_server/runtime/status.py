@@ -202,6 +202,8 @@ def count_message(figures: Figures, message: Message) -> None:
         figures.snapshotted(message.head["size"])
     elif message.type == messages.DETACHED:
         figures.detached()
+    elif message.type == messages.PROGRESS:
+        figures.progressed(message.head)
 
 
 def count_death(figures: Figures, why: str) -> None:

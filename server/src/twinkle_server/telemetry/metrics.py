@@ -92,6 +92,10 @@ class Metrics:
         self._pass_operations.labels(kind).observe(_count(head.get("operations", 1)))
         self._flops.labels(kind).inc(max(0.0, float(head.get("flops", 0.0))))
 
+    def progressed(self, head: Mapping[str, Any]) -> None:
+        """Count what the engine has computed of passes that go on, described by the head of its message `progress`."""
+        self.window.progressed(head)
+
     def restored(self) -> None:
         """Count a model that was restored in the engine."""
         self._swaps.labels("in").inc()
@@ -106,6 +110,7 @@ class Metrics:
 
     def restarted(self, reason: str) -> None:
         """Count a restart of the engine; `reason` is a label with few values."""
+        self.window.restarted()
         self._restarts.labels(reason).inc()
 
     def snapshotted(self, size: int) -> None:

@@ -42,6 +42,7 @@ class Window:
         self._clock = clock
         self._begun = clock()
         self._seconds: deque[_Second] = deque(maxlen=_KEPT)
+        self._ahead: Counter[str] = Counter()  # tokens of operations that still run and were counted, by tenant
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
         """Count an operation that ended; see `ports.Figures`."""
@@ -49,7 +50,9 @@ class Window:
         now.operations[tenant] += 1
         if outcome == "done":
             if tokens:
-                now.tokens[tenant] += tokens
+                counted = min(tokens, self._ahead[tenant])
+                self._ahead[tenant] -= counted
+                now.tokens[tenant] += tokens - counted
         elif outcome != "cancelled":
             now.failures[tenant] += 1
         times = now.times.setdefault(kind, [])
@@ -57,15 +60,32 @@ class Window:
             times.append(seconds)
 
     def passed(self, head: Mapping[str, Any]) -> None:
-        """Count a pass of the engine; see `ports.Figures`."""
-        now = self._now()
-        now.busy += float(head.get("seconds", 0.0))
+        """Count the passes of a turn of the engine, without what `progressed` has counted; see `ports.Figures`."""
+        now, told = self._now(), head.get("told", {})
+        now.busy += max(0.0, float(head.get("seconds", 0.0)) - told.get("seconds", 0.0))
         if head.get("kind") == "pass":
-            now.passes += 1
-            now.pass_tokens += int(head.get("tokens", 0))
+            passes = int(head.get("passes", 1))
+            now.passes += passes - told.get("passes", 0)
+            now.pass_tokens += max(0, int(head.get("tokens", 0)) - told.get("tokens", 0))  # told ones are an estimate
             now.padded += int(head.get("padded", 0))
-            now.pass_tenants += int(head.get("tenants", 1))
-            now.pass_operations += int(head.get("operations", 1))
+            # Of a turn with several passes, it is not known which pass had which operations.
+            now.pass_tenants += max(passes, int(head.get("tenants", 1))) - told.get("passes", 0)
+            now.pass_operations += max(passes, int(head.get("operations", 1))) - told.get("passes", 0)
+
+    def progressed(self, head: Mapping[str, Any]) -> None:
+        """Count what the engine has computed of passes that go on; see `ports.Figures`."""
+        now = self._now()
+        now.busy += float(head["seconds"])
+        now.passes += int(head["passes"])
+        now.pass_tokens += int(head["tokens"])
+        now.pass_tenants += int(head["passes"])
+        now.pass_operations += int(head["passes"])
+        self._ahead.update(head["tenants"])
+        now.tokens.update(head["tenants"])
+
+    def restarted(self) -> None:
+        """Note that the engine was restarted: what it has computed of operations that ran is lost."""
+        self._ahead.clear()
 
     def report(self, tenant: str | None = None) -> dict[str, Any]:
         """Return the rates of the last minute.

@@ -123,6 +123,9 @@ class Counted:
         self.endings[kind, outcome, tenant] = count + 1, total + tokens
         self.seconds.append(seconds)
 
+    def progressed(self, head: Mapping[str, Any]) -> None:
+        """See `ports.Figures`."""
+
     def passed(self, head: Mapping[str, Any]) -> None:
         self.engine[messages.PASSED] += 1
 
