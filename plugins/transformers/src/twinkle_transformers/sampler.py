@@ -95,8 +95,9 @@ class TorchSampler(ReceivesWeights, Sampler):
                 case.
             prefill_tokens: maximum number of prompt tokens in a step; more make prompts faster and running sequences
                 slower.
-            batch_invariant: pad every step to a multiple of 8 rows and share no prefixes, so that the same kernels
-                compute a row in any batch. Otherwise results may differ by rounding, about 1e-6.
+            batch_invariant: pad every step to a multiple of 8 rows, cut prompts at multiples of `prefill_tokens` and
+                share no prefixes, so that the same kernels compute a row in any batch. Otherwise results may differ by
+                rounding, about 1e-6.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:

@@ -30,6 +30,7 @@ from twinkle_transformers.sampling.kv_cache import (
     usable,
 )
 from twinkle_transformers.sampling.logit_processing import processed
+from twinkle_transformers.sampling.prefill import shared, whole
 from twinkle_transformers.sampling.requests import CacheSlot, Prompt, Request, Running, SequenceState, Server, StopRule
 from twinkle_transformers.sampling.runner import Piece, Read, Runner
 from twinkle_transformers.sampling.sampling_ops import draw, log_probs, most_probable, noise_of, with_logprobs
@@ -69,6 +70,7 @@ class StepPlanner:
         self.runner, self.kv_manager, self.prefixes = runner, kv_manager, prefixes
         self._prefill_tokens = prefill_tokens
         self.waiting: list[Request] = []
+        self._passed_over: Request | None = None
         self._active: list[Request] = []
         self._running: list[Running] = []
 
@@ -168,13 +170,13 @@ class StepPlanner:
 
         The budget bounds the latency of a step: a long prompt must not delay the next token of running samples.
         """
-        budget = self._prefill_tokens
-        prompts = []
-        for request in self._active:
-            if request.reading and budget:
-                stop = min(len(request.prompt.ids), request.read + budget)
-                budget -= stop - request.read
-                prompts.append((request, stop))
+        readers = [request for request in self._active if request.reading]
+        if self.runner.row_multiple > 1:  # results must not depend on neighbours
+            counts = whole(readers, self._prefill_tokens, self._passed_over)
+            self._passed_over = next((oldest for oldest in readers[:1] if not counts[oldest]), None)
+        else:
+            counts = shared(readers, self._prefill_tokens)
+        prompts = [(request, request.read + count) for request, count in counts.items() if count]
         lengths = [*(stop for _, stop in prompts), *(running.length + 1 for running in self._running)]
         if not lengths:
             return []

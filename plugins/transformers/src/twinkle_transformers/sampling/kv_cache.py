@@ -229,7 +229,7 @@ class SharedPrefix:
     Attributes:
         source: the request whose slots have most of it; None if that is less than a block.
         tokens: number of tokens that can be copied now.
-        coming: number of tokens that can be copied once all prompts have been read.
+        coming: number of tokens that can be copied later, once prompts have been read that are worth waiting for.
     """
 
     source: Request | None = None
@@ -246,7 +246,8 @@ def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
     """Return the longest prefix of a prompt, at most `usable` tokens, that other requests have or will have.
 
     Tokens that an unfinished prompt has read itself do not count yet: if its logits turn out to be NaN, these keys and
-    values are not usable either.
+    values are not usable either. A prompt is worth waiting for if at least half of what it still has to read is shared:
+    a short prompt does not wait for the end of a long one, only because both begin with the same instructions.
 
     Args:
         request: the prompt.
@@ -262,8 +263,9 @@ def shared_prefix(request: Request, others: Iterable[Request]) -> SharedPrefix:
         if tokens[head.tokens : head.tokens + 1] != other.prompt.ids[head.tokens : head.tokens + 1]:
             continue  # its common prefix is not longer than the present one
         count = common(tokens, other.prompt.ids, most)
-        head.coming = max(head.coming, count)
         there = min(count, other.known) if other.reading else count
+        if 2 * (count - there) >= len(other.prompt.ids) - other.read:
+            head.coming = max(head.coming, count)
         if there > head.tokens:
             head.source, head.tokens = other, there
     return head if head.tokens >= BLOCK else SharedPrefix(coming=head.coming)
