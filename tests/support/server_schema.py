@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import schemathesis
+from described import plain, strict
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 from schemathesis.checks import not_a_server_error
@@ -43,6 +44,11 @@ def _frame(context: Any, value: Any) -> bytes:
 
 
 schemathesis.serializer.alias("application/x-protobuf", "application/octet-stream")
+
+
+@schemathesis.deserializer(wire.CONTENT_TYPE)
+def _value(context: Any, response: Any) -> Any:
+    return plain(wire.unpack(response.content))
 
 
 class Things:
@@ -92,7 +98,7 @@ class Things:
 
 def operations(url: str) -> Iterator[Any]:
     """Return the operations of a service's description."""
-    described = httpx.get(f"{url}/openapi.json", trust_env=False).json()
+    described = strict(httpx.get(f"{url}/openapi.json", trust_env=False).json())
     for result in schemathesis.openapi.from_dict(described).get_all_operations():
         yield result.ok()
 

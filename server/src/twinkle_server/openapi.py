@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from twinkle_server.error_forms import ANTHROPIC, is_chat
+
+if TYPE_CHECKING:
+    from twinkle_server.responses.routes import Answers
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
@@ -44,6 +47,7 @@ _KEYS: Final[Mapping[str, Mapping[str, str]]] = {
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     "bearer": {"type": "http", "scheme": "bearer"},
 }
+_BYTES: Final[Mapping[str, Any]] = {"type": "string", "format": "binary"}
 _FASTAPIS: Final = ("HTTPValidationError", "ValidationError")
 """Schemas of errors that FastAPI describes, and this service does not send."""
 
@@ -67,9 +71,12 @@ def returns(
 
 def complete(described: dict[str, Any]) -> dict[str, Any]:
     """Complete the description that FastAPI makes of an application, in place, and return it."""
+    from twinkle_server.responses import routes
+
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for name in _FASTAPIS:
         schemas.pop(name, None)
+    schemas |= routes.definitions()
     schemas |= {name: dict(schema) for name, schema in _ERRORS.items()}
     described["components"]["responses"] = {
         f"{status}{name}": {
@@ -82,13 +89,44 @@ def complete(described: dict[str, Any]) -> dict[str, Any]:
     described["components"]["securitySchemes"] = {name: dict(scheme) for name, scheme in _KEYS.items()}
     described["security"] = [{name: []} for name in _KEYS]
     for path, operations in described["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             _add_places(path, operation)
-            for status, response in operation["responses"].items():
-                content = ({JSON: {}} if status == "200" else {}) | response.get("content", {})
-                response["content"] = {kind: {} for kind, value in content.items() if value is not None}
+            _describe_content(f"{method.upper()} {path}", operation["responses"])
             _add_errors(path, operation["responses"])
     return described
+
+
+def _describe_content(route: str, responses: dict[str, Any]) -> None:
+    """Add the schemas of the content of responses that are not errors, in place."""
+    from twinkle_server.responses.routes import Answers, answers_of
+
+    known = answers_of(route)
+    answers = known or Answers()
+    for status, model in answers.other.items():
+        responses.setdefault(status, {"description": _STATUSES.get(status, "")}).setdefault("content", {})[JSON] = model
+    for status, response in list(responses.items()):
+        content = ({JSON: answers.json} if status == "200" else {}) | response.get("content", {})
+        response["content"] = {
+            kind: _schema_of(kind, status, answers)
+            for kind, value in content.items()
+            if value is not None and (kind != JSON or status != "200" or known is None or answers.json is not None)
+        }
+    if known is not None and not responses.get("200", {"content": True})["content"]:
+        del responses["200"]  # the endpoint always refuses, or redirects
+
+
+def _schema_of(kind: str, status: str, answers: "Answers") -> dict[str, Any]:
+    from twinkle_client.wire import CONTENT_TYPE
+    from twinkle_server.responses.routes import event_schema, reference
+
+    if kind == JSON:
+        model = answers.json if status == "200" else answers.other.get(status)
+        return {} if model is None else {"schema": reference(model)}
+    if kind == EVENTS:
+        return {"schema": event_schema(answers)}
+    if kind == CONTENT_TYPE and answers.frame is not None:
+        return {"schema": reference(answers.frame)}
+    return {"schema": {"type": "string"} if kind.startswith("text/") else dict(_BYTES)}
 
 
 def _add_places(path: str, operation: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from described import Described
 from ledger_engine import MODEL
 from safetensors.numpy import save_file
 from server_fuzz import as_json, seeds
@@ -131,12 +132,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def parties(service: Process) -> Iterator[Parties]:
+def conformance() -> Iterator[Described]:
+    """Compares every response of these tests with the description."""
+    found = Described()
+    yield found
+    assert not found.wrong, "\n".join(found.wrong[:20])
+
+
+@pytest.fixture(scope="module")
+def parties(service: Process, conformance: Described) -> Iterator[Parties]:
     keys = []
     for name in ("owner", "stranger"):
         made = CliRunner().invoke(server, ["keys", "create", name, "--data", str(service.data)])
         keys.append(made.output.strip())
     with service.client(keys[0]) as owner, service.client(keys[1]) as stranger:
+        for client in (owner, stranger):
+            client.event_hooks["response"].append(conformance.hook)
         session = owner.post("/api/v1/create_session", json=FORM).json()["session_id"]
         model = f"{session}:train:0"
         body = {"session_id": session, "model_seq_id": 0, "base_model": "ledger/model", "lora_config": LORA}

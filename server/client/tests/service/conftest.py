@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from described import Described
 from serving import Served, pool
 
 from twinkle.testing import tiny_model
 from twinkle_client import TwinkleClient
+from twinkle_client.http import Connection
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel as LocalModel
 
 
@@ -34,10 +36,19 @@ def service(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Se
         served.kill()
 
 
+@pytest.fixture(scope="session")
+def described() -> Iterator[Described]:
+    """Compares the responses of these tests with the OpenAPI description."""
+    found = Described()
+    yield found
+    assert not found.wrong, "\n".join(found.wrong[:20])
+
+
 @pytest.fixture
-def client(service: Served) -> Iterator[TwinkleClient]:
-    """A client of the service."""
-    with TwinkleClient(service.url, retry_seconds=30.0) as opened:
+def client(service: Served, described: Described) -> Iterator[TwinkleClient]:
+    """A client of the service, whose responses must be as described."""
+    connection = Connection(service.url, retry_seconds=30.0, transport=described.transport())
+    with TwinkleClient(connection=connection) as opened:
         yield opened
 
 

@@ -52,7 +52,7 @@ async def listed(request: Request) -> Response:
     return json_response({"resources": [_fields(resource) for resource in resources.of(caller.tenant)]})
 
 
-@router.post("/data/{resource_id}/call", openapi_extra=_FRAME | returns(CONTENT_TYPE))
+@router.post("/data/{resource_id}/call", openapi_extra=_FRAME | returns(CONTENT_TYPE, json=False))
 async def call(
     request: Request,
     resource_id: ResourceId,

@@ -15,7 +15,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import TwinkleError
 from twinkle_client import types
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
-from twinkle_server.chat.preparing import check_structure, renderer_of
+from twinkle_server.chat.preparing import renderer_of
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.native.state import Named
 from twinkle_server.engine.samples import read_sample
@@ -127,12 +127,13 @@ async def encoded_prompts(
         raise BadRequest(
             f"seed must be one number, or one for each of num_samples = {options.num_samples}, got {len(options.seed)}"
         )
-    if options.structured_outputs is not None:
-        await check_structure(renderer_of(state), options.structured_outputs)
+    with ClientErrors():
+        more = _more(options)
+    if options.structured_outputs is not None:  # the engine compiles it between two steps
+        await renderer_of(state).check_grammar(options.structured_outputs)
 
     def encode() -> list[tuple[Sample, Any]]:
         named, found = _template_of(body), []
-        more = _more(options)
         for index, given in enumerate(body.inputs):
             row, tokens = _encoded(state, named, index, given)
             found.append((_sample(sampler, options, more, tokens, index), row))
@@ -199,7 +200,7 @@ def _more(options: types.SamplingOptions) -> dict[str, Any]:
     """Return the parameters that Tinker's requests do not have, where they are not the default.
 
     Raises:
-        ValueError: a value is invalid.
+        UserError: a value is invalid.
     """
     try:
         read = SamplingParams(

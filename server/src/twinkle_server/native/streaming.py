@@ -19,13 +19,16 @@ from twinkle_server.engine.samples import read_sample
 from twinkle_server.errors import BadRequest, Gone, ServiceError
 from twinkle_server.native.bodies import call_schema, read_body
 from twinkle_server.native.sampling import ClientErrors, encoded_prompts, ends_with_stop, stops_of
+from twinkle_server.openapi import EVENTS, returns
 from twinkle_server.operations import Generate
 from twinkle_server.runtime.generations import Part
 
 router = APIRouter()
 
 
-@router.post("/samplers/{sampler_id}/stream", openapi_extra=call_schema(types.StreamRequest))
+@router.post(
+    "/samplers/{sampler_id}/stream", openapi_extra=call_schema(types.StreamRequest) | returns(EVENTS, json=False)
+)
 async def stream(request: Request) -> Any:
     """Sample sequences for prompts, and send tokens as they are sampled; closing the connection cancels the rest."""
     caller, state = caller_of(request), app_state_of(request)
