@@ -172,7 +172,7 @@ def test_what_kills_the_engine_while_it_is_taken_in_is_blamed_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blamed: dict[int, list[int]] = {}
-    monkeypatch.setattr(decoder, "sample", lambda key, sample, source: blamed.update({key: _under_way(told)}))
+    monkeypatch.setattr(decoder, "sample", lambda key, *request: blamed.update({key: _under_way(told)}))
     sampling.add(request(1))
     sampling.add(request(2))
     sampling.admit()
