@@ -1,14 +1,16 @@
 """The unmodified SDKs of OpenAI and Anthropic talk to the base model, and to adapters while they are trained."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
+import pydantic
 import pytest
 import server_sdk as sdk
 import torch
@@ -39,6 +41,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 ADAM = sdk.tinker.AdamParams(learning_rate=1e-2)
 SECONDS = 60.0
 BASE = "acme/tiny"
+INTERNAL = re.compile(r"constrained|list\[|<state>|%json|SamplingParams|encode with")
+"""Words of libraries and of the service's own code, which do not belong into an error of the API."""
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +110,21 @@ def test_completions_echo_the_prompt_with_its_scores(client: Any) -> None:
     assert {choice.index for chunk in both for choice in chunk.choices} == {0, 1, 2, 3}
 
 
+def test_offsets_are_those_of_the_text(client: Any) -> None:
+    text = "日本語 é The"
+    scored = client.completions.create(model=BASE, prompt=text, max_tokens=2, echo=True, logprobs=0, temperature=0)
+    logprobs, shown = scored.choices[0].logprobs, scored.choices[0].text
+    assert shown.startswith(text)
+    assert logprobs.text_offset[:16] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8], "a token of each byte"
+    assert all(len(top) == 1 for top in logprobs.top_logprobs[1:]), "the sampled token is always there"
+
+
 def test_options_change_what_is_sampled(client: Any) -> None:
     free = complete(client, BASE, max_tokens=6)
     biased = complete(client, BASE, logit_bias={"65": 100}, max_tokens=3)
     assert biased.logprobs.tokens == [tiny_tokenizer().decode([65])] * 3
     assert complete(client, BASE, extra_body={"top_k": 1, "min_p": 0.5}, temperature=2).text == free.text[:4]
+    assert complete(client, BASE, top_p=0, temperature=2).text == free.text[:4]
     varied = complete(
         client, BASE, frequency_penalty=2, presence_penalty=2, logit_bias={"65": 5, "66": 5}, max_tokens=4
     )
@@ -136,8 +150,10 @@ def test_tokens_and_scores_are_those_of_transformers(service: Served, client: An
     names = TokenTexts(tiny_tokenizer().backend_tokenizer)
     assert given.logprobs.tokens == [names[token].name for token in tokens]
     assert given.logprobs.token_logprobs[1:] == pytest.approx([row[token] for row, token in scores], abs=1e-4)
-    for found, (row, _) in zip(given.logprobs.top_logprobs[1:], scores, strict=True):
-        best = {names[int(token)].name: row[token] for token in np.argsort(-row)[:2]}
+    for found, (row, sampled) in zip(given.logprobs.top_logprobs[1:], scores, strict=True):
+        best = {names[int(token)].name: row[token] for token in np.argsort(-row)[:2]} | {
+            names[sampled].name: row[sampled]
+        }
         assert found == pytest.approx(best, abs=1e-4)
 
 
@@ -184,6 +200,22 @@ def test_limits_seeds_and_both_headers(service: Served, client: Any) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+def with_parameters(schema: Any, name: str = "weather", **options: Any) -> Any:
+    """Return a tool with another schema."""
+    return {"type": "function", "function": {"name": name, "parameters": schema, **options}}
+
+
+def schema_format(schema: Any) -> Any:
+    """Return a `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def allowed(mode: str, *names: str) -> Any:
+    """Return a `tool_choice` of some tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -205,6 +237,45 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(client: A
         client.chat.completions.create(model=BASE, messages=HELLO, extra_body=options)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "reason"),
+    [
+        ({"continue_final_message": True}, "continue_final_message", "'user'"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages", "continue_final_message=true"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "opposite"),
+        ({"stop": ["x", ""]}, "stop", r"stop\.1: String"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "one of the keys"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs", "nothing"),
+        ({"response_format": schema_format({"$ref": "#"})}, "response_format", "no text matches it$"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "wether")}, "tool_choice", "'wether'"),
+        ({"tools": [with_parameters({"type": "array"})]}, "tools", "'weather' must be a schema .* got 'array'"),
+        (
+            {
+                "tools": [TOOL, with_parameters({"type": "object", "properties": {"a": {"type": "strnig"}}}, "other")],
+                "tool_choice": "required",
+            },
+            "tools",
+            "'other' cannot be used: Invalid type: strnig$",
+        ),
+        ({"tools": [with_parameters({"anyOf": [{"type": "strnig"}]}, strict=True)]}, "tools", "'weather' .* strnig"),
+    ],
+)
+def test_errors_name_what_the_client_has_sent(client: Any, options: Any, param: str, reason: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=BASE, messages=HELLO, extra_body=options)
+    assert caught.value.param == param
+    message: str = caught.value.body["message"]  # type: ignore[index, call-overload, assignment]
+    assert re.search(reason, message), message
+    assert not INTERNAL.search(message)
+
+
+def test_a_long_prompt_that_is_wrong_has_a_short_error(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=BASE, prompt=[[1] * 500, [-1] * 500])
+    message: str = caught.value.body["message"]  # type: ignore[index, call-overload, assignment]
+    assert message == "prompt.1.0: Input should be greater than or equal to 0"
 
 
 def test_structured_output_matches_its_schema(client: Any) -> None:
@@ -238,6 +309,26 @@ def test_forced_tool_calls(client: Any, choice: Any) -> None:
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_tools_that_may_be_called_are_a_part_of_all(client: Any) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 300, "seed": 1, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(
+        **options, tools=[other, TOOL], tool_choice=allowed("required", "weather"), stop=["\n", "city"]
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, answer.choices[0].finish_reason) == ("weather", "tool_calls"), "stop is for text"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_is_not_text(client: Any, stream: bool) -> None:
+    options: Any = {"model": BASE, "messages": HELLO, "tools": [TOOL], "tool_choice": "required", "max_tokens": 20}
+    answer = client.chat.completions.create(**options, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert choices[-1].finish_reason == "length"
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    assert not any(part.content or part.tool_calls for part in parts)
+
+
 def test_claude_sees_text_tools_and_tokens(claude: Any) -> None:
     tool: Any = {"name": "weather", "description": "x", "input_schema": CITY}
     options: Any = {
@@ -265,6 +356,129 @@ def test_claude_sees_text_tools_and_tokens(claude: Any) -> None:
         == claude.messages.create(model=BASE, messages=HELLO, max_tokens=5, extra_body={"temperature": 0})
         .content[0]
         .text
+    )
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_answer_continues_a_last_message_of_the_assistant(service: Served, thinking: bool) -> None:
+    """On both faces, as the model continues the text of its own turn; whole and streamed."""
+    begun: Any = [*HELLO, {"role": "assistant", "content": "The answer is <b>"}]
+    tokenizer = tiny_tokenizer(TEMPLATE.read_text())
+    prompt = tokenizer.apply_chat_template(begun, continue_final_message=True)["input_ids"]
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0, timeout=SECONDS) as client:
+        expected = client.completions.create(model=BASE, prompt=prompt, max_tokens=8, temperature=0)
+        extra = {"continue_final_message": True, "add_generation_prompt": False}
+        extra["chat_template_kwargs"] = {"enable_thinking": thinking}
+        found = client.chat.completions.create(
+            model=BASE, messages=begun, max_tokens=8, temperature=0, extra_body=extra
+        )
+    assert found.choices[0].message.content == expected.choices[0].text
+    assert found.usage.prompt_tokens == len(prompt)
+    with anthropic.Anthropic(base_url=service.url, api_key=service.key, max_retries=0, timeout=SECONDS) as claude:
+        options: Any = {"model": BASE, "max_tokens": 8, "extra_body": {"temperature": 0}}
+        assert claude.messages.create(messages=begun, **options).content[0].text == expected.choices[0].text
+        with claude.messages.stream(messages=begun, **options) as stream:
+            assert "".join(stream.text_stream) == expected.choices[0].text
+        assert claude.messages.count_tokens(model=BASE, messages=begun).input_tokens == len(prompt)
+        empty = claude.messages.create(messages=[*HELLO, {"role": "assistant", "content": ""}], **options)
+        assert empty.content == claude.messages.create(messages=HELLO, **options).content
+        for last, reason in (
+            ("x ", "white space"),
+            ([{"type": "tool_use", "id": "a", "name": "f", "input": {}}], "result"),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=reason):
+                claude.messages.create(messages=[*HELLO, {"role": "assistant", "content": last}], **options)
+
+
+def test_claude_writes_json_of_a_schema(claude: Any) -> None:
+    class Answer(pydantic.BaseModel):
+        ok: bool
+
+    options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 300}
+    assert claude.messages.parse(**options, output_format=Answer).parsed_output.ok in (True, False)
+    wanted: Any = {"type": "json_schema", "schema": SCHEMA}
+    with claude.messages.stream(**options, output_config={"format": wanted}) as stream:
+        assert json.loads("".join(stream.text_stream))["ok"] in (True, False)
+    begun = [*HELLO, {"role": "assistant", "content": "{"}]
+    tool = {"name": "weather", "input_schema": CITY}
+    for wrong in (
+        {"output_config": {"format": {**wanted, "schema": {"type": "nothing"}}}},
+        {"output_config": {"format": wanted}, "messages": begun},
+        {"output_config": {"format": wanted}, "tools": [tool]},
+        {"output_config": {"effort": "low"}},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=r"schema|output_config"):
+            claude.messages.create(**{**options, **wrong})
+
+
+def test_claude_calls_tools_as_their_options_say(claude: Any) -> None:
+    options: Any = {"model": BASE, "messages": HELLO, "max_tokens": 4, "extra_body": {"temperature": 0}}
+    tool: Any = {"name": "weather", "description": "x", "input_schema": CITY}
+    assert claude.messages.create(**options, tools=[{**tool, "strict": True}]).stop_reason == "max_tokens"
+    misspelled = {**tool, "input_schema": {"type": "object", "properties": {"city": {"type": "strnig"}}}}
+    assert claude.messages.create(**options, tools=[misspelled]).stop_reason == "max_tokens"
+    for wrong in ({**misspelled, "strict": True}, {**tool, "defer_loading": True}, {**tool, "input_examples": [{}]}):
+        with pytest.raises(anthropic.BadRequestError, match=r"strnig|defer_loading|input_examples"):
+            claude.messages.create(**options, tools=[wrong])
+
+
+def test_the_tool_runner_of_claude_goes_on_without_a_thread(claude: Any) -> None:
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """Return the weather.
+
+        Args:
+            city: the city.
+        """
+        return f"rain in {city}"
+
+    runner = claude.beta.messages.tool_runner(
+        model=BASE,
+        max_tokens=300,
+        messages=HELLO,
+        tools=[weather],
+        max_iterations=2,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    seen = [message.stop_reason for message in runner]
+    assert seen == ["tool_use", "tool_use"]
+    with pytest.raises(anthropic.BadRequestError, match="thread"):
+        claude.messages.create(model=BASE, max_tokens=1, messages=HELLO, extra_body={"thread": {"type": "create"}})
+
+
+def test_claude_lists_models_and_gets_ids_of_requests(service: Served, claude: Any) -> None:
+    (listed,) = [model for model in claude.models.list(limit=1000) if model.id == BASE]
+    assert (listed.type, listed.display_name, listed.lifecycle) == ("model", BASE, "active")
+    assert listed.created_at.year == 1970
+    one = claude.models.retrieve(BASE)
+    assert one == listed
+    assert one._request_id
+    page = claude.models.list(limit=1)
+    assert (page.first_id, page.last_id) == (BASE, BASE)
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        claude.models.retrieve("nobody/has-this")
+    assert missing.value.request_id
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+    for wrong in ({"limit": 0}, {"after_id": "x"}, {"before_id": "x"}, {"after_id": BASE, "before_id": BASE}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            claude.models.list(**wrong)
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        claude.with_options(api_key="tml-wrong").models.list()
+    assert refused.value.body["type"] == "error"  # type: ignore[index, call-overload]
+    message = claude.messages.create(model=BASE, messages=HELLO, max_tokens=1)
+    assert message._request_id
+
+
+def test_claude_reads_system_messages_and_hidden_thoughts(claude: Any) -> None:
+    options: Any = {"model": BASE, "max_tokens": 4, "extra_body": {"temperature": 0}}
+    as_message = claude.messages.create(messages=[{"role": "system", "content": "Be brief."}, *HELLO], **options)
+    assert as_message.content == claude.messages.create(messages=HELLO, system="Be brief.", **options).content
+    turn: Any = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "hi"}]
+    with_thought = claude.messages.create(messages=[*HELLO, {"role": "assistant", "content": turn}, *HELLO], **options)
+    without = claude.messages.create(messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO], **options)
+    assert with_thought.content == without.content
+    assert claude.messages.create(messages=HELLO, model=BASE, max_tokens=4, extra_body={"top_p": 0}).content == (
+        claude.messages.create(messages=HELLO, **options).content
     )
 
 

@@ -24,7 +24,7 @@ from twinkle_server.dashboard.pages import Dashboard
 from twinkle_server.data import routes as data_routes
 from twinkle_server.data.serving import data_resources
 from twinkle_server.error_forms import PREFIX as CHAT_PREFIX
-from twinkle_server.error_forms import form, status_of
+from twinkle_server.error_forms import error_path, form, status_of
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.hub_uploads import routes as upload_routes
 from twinkle_server.hub_uploads.serving import hub_uploads
@@ -265,7 +265,7 @@ def _service_error(request: Request, error: Any) -> Response:
 
 
 def _error_response(request: Request, status: int, message: str, error: ServiceError | None = None) -> Response:
-    path = request.scope["path"]
+    path = error_path(request.scope)
     status = status_of(path, status)
     return json_response(form(path, status, message, error), status)
 

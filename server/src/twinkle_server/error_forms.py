@@ -9,6 +9,7 @@ from twinkle_server.errors import Busy, ServiceError
 
 PREFIX = "/v1"
 ANTHROPIC = f"{PREFIX}/messages"
+_SHARED = f"{PREFIX}/models"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {
@@ -20,6 +21,26 @@ _ANTHROPIC_TYPES = {
 def is_chat(path: str) -> bool:
     """Return whether a path belongs to the chat endpoints."""
     return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
+def error_path(scope: Any) -> str:
+    """Return the path that decides the form of a request's errors.
+
+    It is the path of the request, or `ANTHROPIC` for paths that both chat APIs have, if the header `anthropic-version`
+    shows that the client is one of Anthropic's API.
+    """
+    path: str = scope.get("path", "")
+    return ANTHROPIC if is_shared(path) and is_anthropic(scope) else path
+
+
+def is_shared(path: str) -> bool:
+    """Return whether both chat APIs have a path."""
+    return path == _SHARED or path.startswith(f"{_SHARED}/")
+
+
+def is_anthropic(scope: Any) -> bool:
+    """Return whether the client of a request is one of Anthropic's API."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def status_of(path: str, status: int) -> int:
@@ -34,11 +55,14 @@ def form(path: str, status: int, message: str, error: ServiceError | None = None
         path: of the request.
         status: of the response.
         message: for the client.
-        error: the error; its attributes `param` and `code`, if it has them, are part of OpenAI's form.
+        error: the error; its attributes `param` and `code`, if it has them, are part of OpenAI's form, and `details`
+            of Anthropic's.
     """
     if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        details = getattr(error, "details", None)
+        more = {} if details is None else {"details": details}
+        return {"type": "error", "error": {"type": kind, "message": message, **more}}
     if not is_chat(path):
         name = getattr(error, "kind", None)
         return {"detail": message} if name is None else {"detail": message, "error": name}

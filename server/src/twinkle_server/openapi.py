@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from twinkle_server.error_forms import ANTHROPIC, is_chat
+from twinkle_server.error_forms import ANTHROPIC, is_chat, is_shared
 
 if TYPE_CHECKING:
     from twinkle_server.responses.routes import Answers
@@ -34,9 +34,13 @@ _ERRORS: Final[Mapping[str, Mapping[str, Any]]] = {
         "properties": {
             "type": {"const": "error"},
             "error": {
-                "type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT},
+                "type": "object", "required": ["type", "message"],
+                "properties": {"type": _TEXT, "message": _TEXT, "details": {"type": "object"}},
             },
         },
+    },
+    "ChatError": {
+        "anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("OpenAIError", "AnthropicError")]
     },
 }  # fmt: skip
 _STATUSES: Final[Mapping[str, str]] = {
@@ -142,7 +146,9 @@ def _add_places(path: str, operation: dict[str, Any]) -> None:
 def _add_errors(path: str, responses: dict[str, Any]) -> None:
     responses.pop("422", None)
     name = "Error"
-    if is_chat(path):
+    if is_shared(path):
+        name = "ChatError"
+    elif is_chat(path):
         name = "AnthropicError" if path.startswith(ANTHROPIC) else "OpenAIError"
     for status in _STATUSES:
         responses.setdefault(status, {"$ref": f"#/components/responses/{status}{name}"})

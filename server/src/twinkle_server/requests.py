@@ -82,7 +82,7 @@ def parse(data: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(data or b"{}")
     except ValidationError as error:
-        raise Unprocessable(validation_message(error), _field(error)) from error
+        raise Unprocessable(validation_message(error, data), _field(error)) from error
 
 
 def body_schema(kind: type[Body]) -> dict[str, Any]:
@@ -102,15 +102,74 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
     return {key: _inlined(item, parts) for key, item in schema.items()}
 
 
-def validation_message(error: ValidationError) -> str:
-    """Return the message for a client: each invalid field, and why."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+def validation_message(error: ValidationError, data: bytes | None = None) -> str:
+    """Return the message for a client: each invalid field, and why.
+
+    Args:
+        error: of pydantic.
+        data: the JSON that is invalid. With it, the names of pydantic's types are not part of the message, and of the
+            forms that a value may have, only the errors of the nearest one.
+    """
+    errors: list[Any] = [
+        dict(item) for item in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    if data is not None:
+        errors = _nearest_forms(errors, data)
     lines = [
         f"{'.'.join(map(str, item['loc'])) or 'the body'}: {item['msg'].removeprefix('Value error, ')}"
         for item in errors[:8]
     ]
     more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
     return "; ".join(lines)[:2000] + more
+
+
+def _nearest_forms(errors: list[Any], data: bytes) -> list[Any]:
+    """Return errors with their places in the body, and for a value of several forms those of the nearest form.
+
+    pydantic adds the form to the place, as in `stop.list[str].0`. The nearest form is the one with the deepest error:
+    the others fail at the value itself. Of several, it is the one with the fewest errors. If all fail in the same way,
+    the errors of all are kept. An error that several items of a list have is kept once.
+    """
+    try:
+        body = orjson.loads(data)
+    except ValueError:
+        return errors
+    forms: dict[tuple[Any, ...], dict[Any, list[Any]]] = {}
+    for item in errors:
+        place, form = _place(item, body)
+        above, tag = form or (place, None)
+        forms.setdefault(above, {}).setdefault(tag, []).append({**item, "loc": place})
+    kept: list[Any] = []
+    for found in forms.values():
+        if None in found:  # a value of one form
+            kept += [item for items in found.values() for item in items]
+            continue
+        ranks = {tag: (-max(len(item["loc"]) for item in items), len(items)) for tag, items in found.items()}
+        nearest = [item for tag, items in found.items() if ranks[tag] == min(ranks.values()) for item in items]
+        unique = {(_without_indices(item["loc"]), item["msg"]): item for item in reversed(nearest)}
+        kept += reversed(unique.values())
+    return kept
+
+
+def _without_indices(place: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(part for part in place if not isinstance(part, int))
+
+
+def _place(item: Any, body: Any) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], Any] | None]:
+    """Return the place of an error in the body; and if it has a form, the place of the first one, and that form."""
+    place: list[Any] = []
+    form = None
+    for number, part in enumerate(item["loc"]):
+        inside = isinstance(body, dict) and part in body
+        inside = inside or (isinstance(body, list) and isinstance(part, int) and part < len(body))
+        missing = item["type"] == "missing" and number == len(item["loc"]) - 1
+        if inside:
+            body = body[part]
+        if inside or missing:
+            place.append(part)
+        elif form is None:
+            form = (tuple(place), part)
+    return tuple(place), form
 
 
 def _field(error: ValidationError) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from twinkle.testing import tiny_tokenizer
 from twinkle_server.chat.decoding import TextDecoder, TokenTexts
@@ -65,3 +65,16 @@ def test_a_token_has_its_bytes(tokenizer: Tokenizer) -> None:
     assert (first.name, second.name) == ("bytes:\\xc3", "bytes:\\xa9")
     assert texts[tokenizer.encode("x").ids[0]].name == "x"
     assert (texts[END].text, bytes(texts[END].data)) == ("<|im_end|>", b"<|im_end|>")
+
+
+def test_text_that_continues_a_prompt_keeps_its_first_space() -> None:
+    """Decoders of SentencePiece drop a space at the start, which is no start here."""
+    vocabulary = {"▁The": 0, "▁sky": 1, "▁is": 2, "▁blue": 3, "<unk>": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    for before, text in (((), "is blue"), ((0, 1), " is blue")):
+        streamed = TextDecoder(tokenizer, before=before)
+        assert streamed.add([2]) + streamed.add([3]) + streamed.finish([], False) == text
+        assert TextDecoder(tokenizer, before=before).finish([2, 3], False) == text
+    stopped = TextDecoder(tokenizer, ["sky"], before=(0, 1))
+    assert (stopped.finish([2, 3], False), stopped.stop) == (" is blue", None), "what was before does not stop it"

@@ -87,3 +87,23 @@ def test_calls_that_are_no_json_cannot_be_forced() -> None:
         forced_grammar(form, build_parser(form), [WEATHER], several=False)
     with pytest.raises(InvalidParameter, match="cannot be enforced"):
         strict_grammar(form, build_parser(form), [WEATHER])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('Wait.<tool_call>\n{"name": "wea', "Wait."),
+        ("<tool_call>", ""),
+        ("<tool_call>\n<function=wea", ""),
+        ("<tool_call> is a tag", "<tool_call> is a tag"),
+        ("a < b", "a < b"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 90])
+def test_the_markup_of_a_call_that_is_cut_is_not_text(text: str, shown: str, size: int) -> None:
+    reader = ToolReader(build_parser(HERMES))
+    parts = [reader.add(text[place : place + size]) for place in range(0, len(text), size)]
+    parts.append(reader.finish(cut=True))
+    assert "".join(each for each, _ in parts) == shown
+    assert not any(calls for _, calls in parts)
+    assert read(text, size)[0] == text, "without a cut it is what the model wanted to write"

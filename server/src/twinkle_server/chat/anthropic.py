@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from twinkle_server.app_state import app_state_of, caller_of
-from twinkle_server.chat.bodies import Form, Name, Stop, Unsupported
-from twinkle_server.chat.errors import InvalidParameter
+from twinkle_server.chat.bodies import Form, Name, Off, Stop, Unsupported
+from twinkle_server.chat.errors import InvalidParameter, ThreadsUnsupported
 from twinkle_server.chat.exchange import Delta, Exchange, Usage
 from twinkle_server.chat.models import resolve
 from twinkle_server.chat.openai import error_event, respond
-from twinkle_server.chat.preparing import Conversation, render, start
+from twinkle_server.chat.preparing import Conversation, filters, render, start
 from twinkle_server.error_forms import PREFIX
 from twinkle_server.errors import ServiceError
 from twinkle_server.openapi import EVENTS, returns
@@ -23,11 +23,13 @@ from twinkle_server.requests import Body, Text, body_schema, json_response, read
 
 router = APIRouter()
 _PATH = f"{PREFIX}/messages"
+_APART = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+"""Types of blocks that are not part of a message's text."""
 _FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Body):
-    """A part of a message's content: `text`, `tool_use`, `tool_result` or `thinking`."""
+    """A part of a message's content: `text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`."""
 
     type: str
     text: str | None = None
@@ -43,17 +45,23 @@ class Block(Body):
 class Message(Body):
     """A message of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=4096)]
 
 
-class Tool(Body):
-    """A tool of the client; hints for caching are ignored."""
+class Tool(Form):
+    """A tool of the client; hints for caching and for streaming are ignored."""
 
     type: Literal["custom"] | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Off = None
+    input_examples: Unsupported = None
 
 
 class ToolChoice(Form):
@@ -72,6 +80,20 @@ class Thinking(Form):
     display: str | None = None
 
 
+class JsonFormat(Form):
+    """The schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Form):
+    """Options of the answer."""
+
+    format: JsonFormat | None = None
+    effort: Unsupported = None
+
+
 class Counted(Form):
     """See `POST /v1/messages/count_tokens`."""
 
@@ -83,8 +105,9 @@ class Counted(Form):
     thinking: Thinking | None = None
     cache_control: Any = None
     mcp_servers: Unsupported = None
-    output_config: Unsupported = None
-    output_format: Unsupported = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    thread: Any = None
 
 
 class MessagesBody(Counted):
@@ -95,7 +118,7 @@ class MessagesBody(Counted):
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: Unsupported = None
@@ -109,8 +132,7 @@ async def messages(request: Request) -> Any:
     body = await read(request, MessagesBody)
     target = await resolve(state, caller_of(request), body.model)
     prompt = await render(state, _conversation(body))
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None}
-    params: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    params = filters(body.temperature, body.top_p, body.top_k)
     params |= {"num_samples": 1, "max_tokens": body.max_tokens}
     exchange = await start(state, caller_of(request), target, [prompt], params, body.stop_sequences or ())
     return await respond(request, exchange, MessageWriter(body.model, len(prompt.tokens)), bool(body.stream))
@@ -127,6 +149,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _conversation(body: Counted) -> Conversation:
+    if body.thread is not None:
+        raise ThreadsUnsupported
     plain: list[dict[str, Any]] = []
     if body.system:
         plain.append({"role": "system", "content": _text(body.system, "system")})
@@ -146,13 +170,44 @@ def _conversation(body: Counted) -> Conversation:
         raise InvalidParameter("tool_choice", f"a tool that must be called cannot have the name {choice.name!r}")
     name = choice.name or {"any": "required"}.get(choice.type, choice.type)
     thinking = body.thinking is None or body.thinking.type != "disabled"
-    return Conversation(plain, tools, name, not choice.disable_parallel_tool_use, None, thinking)
+    return Conversation(
+        plain, tools, name, not choice.disable_parallel_tool_use, _structure(body), thinking,
+        strict=any(tool.strict for tool in body.tools or ()), param="output_config", continued=_continue(plain),
+    )  # fmt: skip
+
+
+def _structure(body: Counted) -> Mapping[str, Any] | None:
+    formats = [each for each in (body.output_format, body.output_config and body.output_config.format) if each]
+    if len(formats) > 1:
+        raise InvalidParameter("output_format", "output_format and output_config.format are the same; give one of them")
+    return {"json": formats[0].schema_} if formats else None
+
+
+def _continue(plain: list[dict[str, Any]]) -> bool:
+    """Return whether the answer continues the last message; an empty one of the assistant is removed.
+
+    Raises:
+        InvalidParameter: the text of the last message ends with white space, or there is no other message than it.
+    """
+    last = plain[-1]
+    if last["role"] != "assistant":
+        return False
+    if last["content"] or last.get("tool_calls") or last.get("reasoning_content"):
+        if last["content"] != last["content"].rstrip():
+            raise InvalidParameter("messages", "a last message of the assistant cannot end with white space")
+        return True
+    plain.pop()
+    if not plain:
+        raise InvalidParameter("messages", "messages must have at least one message of the user")
+    return False
 
 
 def _plain(message: Message) -> list[dict[str, Any]]:
     """Return a message in OpenAI's form; each tool result becomes a message of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
+    if message.role == "system":
+        return [{"role": "system", "content": _text(message.content, "messages")}]
     results = [block for block in message.content if block.type == "tool_result"]
     uses = [block for block in message.content if block.type == "tool_use"]
     if results and message.role != "user":
@@ -163,7 +218,7 @@ def _plain(message: Message) -> list[dict[str, Any]]:
         {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _text(block.content or "", "messages")}
         for block in results
     ]
-    rest = [block for block in message.content if block.type not in ("tool_result", "tool_use", "thinking")]
+    rest = [block for block in message.content if block.type not in _APART]
     text = _text(rest, "messages")
     if message.role == "assistant":
         own: dict[str, Any] = {"role": "assistant", "content": text}

@@ -73,7 +73,7 @@ class Sampled(Ignored):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=2**20)] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
@@ -160,6 +160,20 @@ class NamedTool(Form):
     function: NamedFunction
 
 
+class ToolSet(Form):
+    """The tools in `tool_choice`."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Form):
+    """Tools that may be called; the model does not see the others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSet
+
+
 class JsonSchema(Form):
     """The schema of `response_format`."""
 
@@ -183,18 +197,20 @@ class TemplateOptions(Form):
 
 
 class ChatBody(Sampled):
-    """See `POST /v1/chat/completions`."""
+    """See `POST /v1/chat/completions`; the last two parameters that are supported are not OpenAI's, but vLLM's."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=65536)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions | None = None
     modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None

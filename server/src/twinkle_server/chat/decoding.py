@@ -20,16 +20,18 @@ class TextDecoder:
     Args:
         tokenizer: of the model.
         stops: strings that end the text.
+        before: tokens whose text the sequence continues; they are context, and not part of the text.
 
     Attributes:
         stop: the stop string that ended the text, if one did.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._before = list(before[-_CONTEXT:])
         self._tokens: list[int] = []
-        self._tail: list[int] = []
-        self._shown = 0  # characters of the decoded tail
+        self._tail = list(self._before)
+        self._shown = len(self._decode(self._tail)) if self._tail else 0  # characters of the decoded tail
         self._waiting = 0  # tokens since the last complete character
         self._sent = self._held = ""
         self.stop: str | None = None
@@ -61,14 +63,19 @@ class TextDecoder:
             stopped: whether a stop token or a stop string ended the sequence.
         """
         self._tokens += tokens
-        whole = self._decode(self._tokens)
+        whole = self._whole(self._tokens)
         found = [(start, string) for string in self._stops if (start := whole.find(string)) >= 0]
         if found:
             start, self.stop = min(found)
             whole = whole[:start]
         elif stopped:
-            whole = self._decode(self._tokens[:-1])
+            whole = self._whole(self._tokens[:-1])
         return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+
+    def _whole(self, tokens: list[int]) -> str:
+        if not self._before:
+            return self._decode(tokens)
+        return self._decode(self._before + tokens)[len(self._decode(self._before)) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -111,6 +118,10 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, TokenText] = {}
         self._bytes = _byte_alphabet() if "ByteLevel" in type(tokenizer.decoder).__name__ else {}
+
+    def decoder(self) -> TextDecoder:
+        """Return a decoder of a sequence."""
+        return TextDecoder(self._tokenizer)
 
     def whole(self, tokens: Sequence[int]) -> str:
         """Return the text of several tokens, without special tokens."""

@@ -1,5 +1,8 @@
 """Errors of the chat endpoints that name a parameter or a code, as OpenAI's clients expect."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from twinkle_server.errors import BadRequest, NotFound
 
 
@@ -14,6 +17,19 @@ class InvalidParameter(BadRequest):
     def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
+
+
+class ThreadsUnsupported(InvalidParameter):
+    """The request asks for a thread; the SDK of Anthropic repeats it without one.
+
+    Attributes:
+        details: what the SDK reads to decide that.
+    """
+
+    details: Mapping[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": []}
+
+    def __init__(self) -> None:
+        super().__init__("thread", "threads are not supported; leave out thread, and send the whole conversation")
 
 
 class ModelNotFound(NotFound):

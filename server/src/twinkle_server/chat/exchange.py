@@ -81,7 +81,7 @@ class Choice:
             return delta
         delta.text, delta.calls = self._reader.add(delta.text)
         if delta.finish is not None:
-            text, calls = self._reader.finish()
+            text, calls = self._reader.finish(cut=delta.finish == "length" or delta.stop is not None)
             delta.text, delta.calls = delta.text + text, delta.calls + calls
         self._called = self._called or bool(delta.calls)
         if delta.finish == "stop" and self._called:

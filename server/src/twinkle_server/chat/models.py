@@ -1,13 +1,14 @@
 """Names of models: the base model, and the models and checkpoints of the caller."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle_server.app_state import AppState, Caller, now
-from twinkle_server.chat.errors import ModelNotFound
+from twinkle_server.chat.errors import InvalidParameter, ModelNotFound
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.requests import check_sampled
+from twinkle_server.requests import check_sampled, isoformat
 from twinkle_server.store.records import Checkpoint, Model
 
 LATEST = "latest"
@@ -118,6 +119,49 @@ async def describe(state: AppState, caller: Caller, name: str) -> dict[str, Any]
     """
     record = (await resolve(state, caller, name)).record
     return _entry(name, 0.0, "twinkle") if record is None else _entry(name, record.created, caller.tenant)
+
+
+def anthropic_form(entry: dict[str, Any], context: int) -> dict[str, Any]:
+    """Return a model of `list_models` or `describe` in Anthropic's form.
+
+    Args:
+        entry: the model.
+        context: most tokens of a prompt and its answer together.
+    """
+    return {
+        "type": "model", "id": entry["id"], "display_name": entry["id"], "created_at": isoformat(entry["created"]),
+        "lifecycle": "active", "max_input_tokens": context, "max_tokens": context,
+    }  # fmt: skip
+
+
+def anthropic_page(
+    entries: Sequence[dict[str, Any]], limit: int, after: str | None, before: str | None
+) -> dict[str, Any]:
+    """Return a page of models in Anthropic's form.
+
+    Args:
+        entries: all models, in Anthropic's form.
+        limit: most models of the page.
+        after: id of the model before the page.
+        before: id of the model after the page.
+
+    Raises:
+        InvalidParameter: both ids are given, or there is no such model.
+    """
+    if after is not None and before is not None:
+        raise InvalidParameter("after_id", "after_id and before_id cannot be combined; give one of them")
+    ids = [entry["id"] for entry in entries]
+    for param, value in (("after_id", after), ("before_id", before)):
+        if value is not None and value not in ids:
+            raise InvalidParameter(param, f"{param} must be the id of a listed model, got {value[:300]!r}")
+    if before is not None:
+        rest = entries[: ids.index(before)]
+        page, more = rest[-limit:], len(rest) > limit
+    else:
+        rest = entries if after is None else entries[ids.index(after) + 1 :]
+        page, more = rest[:limit], len(rest) > limit
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"data": list(page), "has_more": more, "first_id": first, "last_id": last}
 
 
 def _entry(name: str, created: float, owner: str) -> dict[str, Any]:

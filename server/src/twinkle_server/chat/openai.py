@@ -9,8 +9,16 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.app_state import AppState, app_state_of, caller_of
-from twinkle_server.chat.bodies import ChatBody, ChatMessage, CompletionBody, ResponseFormat, Sampled, Tool
-from twinkle_server.chat.decoding import TokenTexts
+from twinkle_server.chat.bodies import (
+    AllowedTools,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    ResponseFormat,
+    Sampled,
+    Tool,
+)
+from twinkle_server.chat.decoding import TextDecoder, TokenTexts
 from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.exchange import (
     Delta,
@@ -22,18 +30,19 @@ from twinkle_server.chat.exchange import (
     Usage,
     while_connected,
 )
-from twinkle_server.chat.models import describe, list_models, resolve
+from twinkle_server.chat.models import anthropic_form, anthropic_page, describe, list_models, resolve
 from twinkle_server.chat.preparing import (
     Conversation,
     Prompt,
     check_length,
     check_structure,
+    filters,
     render,
     renderer_of,
     start,
 )
 from twinkle_server.chat.tools import Call
-from twinkle_server.error_forms import PREFIX, form, status_of
+from twinkle_server.error_forms import PREFIX, form, is_anthropic, status_of
 from twinkle_server.errors import ServiceError
 from twinkle_server.openapi import EVENTS, returns
 from twinkle_server.requests import body_schema, json_response, read
@@ -41,19 +50,40 @@ from twinkle_server.requests import body_schema, json_response, read
 router = APIRouter()
 GONE = 499
 """Status of a response that nobody reads, because the client has disconnected."""
+_MOST_LISTED = 1000
+_PAGE: Any = {
+    "parameters": [
+        {"name": "anthropic-version", "in": "header", "schema": {"type": "string"},
+         "description": "answer in Anthropic's form; the other parameters have no effect without it"},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MOST_LISTED}},
+        {"name": "after_id", "in": "query", "schema": {"type": "string"}},
+        {"name": "before_id", "in": "query", "schema": {"type": "string"}},
+    ]
+}  # fmt: skip
 
 
-@router.get("/models")
+@router.get("/models", openapi_extra=_PAGE)
 async def models(request: Request) -> Response:
-    """List the base model, and the caller's models and checkpoints."""
+    """List the base model, and the caller's models and checkpoints; in Anthropic's form for clients of its API."""
     caller, state = caller_of(request), app_state_of(request)
-    return json_response({"object": "list", "data": await list_models(state, caller)})
+    entries = await list_models(state, caller)
+    if not is_anthropic(request.scope):
+        return json_response({"object": "list", "data": entries})
+    given = request.query_params
+    limit = given.get("limit", "20")
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST_LISTED:
+        raise InvalidParameter("limit", f"limit must be a number from 1 to {_MOST_LISTED}, got {limit[:80]!r}")
+    own = [anthropic_form(entry, state.service.info.context) for entry in entries]
+    return json_response(anthropic_page(own, int(limit), given.get("after_id"), given.get("before_id")))
 
 
 @router.get("/models/{model:path}")
 async def model(request: Request, model: str) -> Response:
-    """Describe a model."""
-    return json_response(await describe(app_state_of(request), caller_of(request), model))
+    """Describe a model; in Anthropic's form for clients of its API."""
+    state = app_state_of(request)
+    entry = await describe(state, caller_of(request), model)
+    own = is_anthropic(request.scope)
+    return json_response(anthropic_form(entry, state.service.info.context) if own else entry)
 
 
 @router.post("/chat/completions", openapi_extra=body_schema(ChatBody) | returns(EVENTS))
@@ -101,11 +131,14 @@ async def completions(request: Request) -> Any:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    choice = body.tool_choice
+    choice, given = body.tool_choice, body.tools or []
     if choice is None:
         choice = "auto"
-    elif not body.tools and choice != "none":
+    elif not given and choice != "none":
         raise InvalidParameter("tool_choice", "tool_choice requires tools")
+    if isinstance(choice, AllowedTools):
+        given = _allowed(choice, given)
+        choice = choice.allowed_tools.mode
     structure = _structure(body.response_format)
     if body.structured_outputs is not None:
         if structure is not None:
@@ -113,15 +146,46 @@ def _conversation(body: ChatBody) -> Conversation:
         structure = body.structured_outputs
     thinking = body.chat_template_kwargs is None or body.chat_template_kwargs.enable_thinking
     name = choice if isinstance(choice, str) else choice.function.name
-    if isinstance(choice, str) or name not in ("auto", "none", "required"):
-        messages, tools = (
-            [plain_message(each) for each in body.messages],
-            [_plain_tool(tool) for tool in body.tools or ()],
+    if not isinstance(choice, str) and name in ("auto", "none", "required"):
+        raise InvalidParameter("tool_choice", f"a tool that must be called cannot have the name {name!r}")
+    return Conversation(
+        [plain_message(each) for each in body.messages], [_plain_tool(tool) for tool in given], name,
+        body.parallel_tool_calls is not False, structure, thinking, any(tool.function.strict for tool in given),
+        param="response_format" if body.structured_outputs is None else "structured_outputs",
+        continued=_continued(body),
+    )  # fmt: skip
+
+
+def _allowed(choice: AllowedTools, tools: Sequence[Tool]) -> list[Tool]:
+    names = {tool.function.name for tool in tools}
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    if unknown := sorted(allowed - names):
+        raise InvalidParameter("tool_choice", f"no tool has the name {unknown[0]!r}")
+    return [tool for tool in tools if tool.function.name in allowed]
+
+
+def _continued(body: ChatBody) -> bool:
+    """Return whether the answer continues the last message.
+
+    Raises:
+        InvalidParameter: it should, but is not of the assistant; or the other way around.
+    """
+    continued, role = bool(body.continue_final_message), body.messages[-1].role
+    if body.add_generation_prompt not in (None, not continued):
+        raise InvalidParameter(
+            "add_generation_prompt",
+            "add_generation_prompt must be the opposite of continue_final_message; leave it out",
         )
-        several = body.parallel_tool_calls is not False
-        strict = any(tool.function.strict for tool in body.tools or ())
-        return Conversation(messages, tools, name, several, structure, thinking, strict)
-    raise InvalidParameter("tool_choice", f"a tool that must be called cannot have the name {name!r}")
+    if continued and role != "assistant":
+        raise InvalidParameter(
+            "continue_final_message", f"continue_final_message requires a last message of the assistant, got {role!r}"
+        )
+    if role == "assistant" and not continued:
+        raise InvalidParameter(
+            "messages", "the last message is of the assistant; add a message of the user, or set "
+            "continue_final_message=true to continue it"
+        )  # fmt: skip
+    return continued
 
 
 def _structure(wanted: ResponseFormat | None) -> Mapping[str, Any] | None:
@@ -174,7 +238,7 @@ def _params(state: AppState, body: Sampled, max_tokens: int | None) -> dict[str,
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options", "stream_options requires stream=true")
     given = {
-        "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None, "min_p": body.min_p,
+        **filters(body.temperature, body.top_p, body.top_k), "min_p": body.min_p,
         "repetition_penalty": body.repetition_penalty, "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty, "logit_bias": body.logit_bias or None, "seed": body.seed,
     }  # fmt: skip
@@ -208,7 +272,7 @@ async def _prompts(state: AppState, body: CompletionBody) -> list[Prompt]:
     rows = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     renderer, structure = renderer_of(state), body.structured_outputs
     if structure is not None:
-        await check_structure(renderer, structure)
+        await check_structure(renderer, structure, "structured_outputs")
     if isinstance(rows[0], str):
         check_length(state, sum(map(len, rows)), "prompt")
         rows = await renderer.texts(rows)
@@ -372,6 +436,23 @@ def _call_json(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+class Offsets:
+    """Where each token of a sequence begins in its text.
+
+    Args:
+        decoder: of the sequence.
+    """
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder, self._place = decoder, 0
+
+    def add(self, token: int) -> int:
+        """Add a token; return the number of whole characters before it."""
+        place = self._place
+        self._place += len(self._decoder.add([token]))
+        return place
+
+
 class CompletionWriter(_Writer):
     """Writes `text_completion` objects.
 
@@ -387,8 +468,8 @@ class CompletionWriter(_Writer):
     def __init__(self, body: CompletionBody, texts: TokenTexts, prompts: Sequence[Prompt], with_usage: bool) -> None:
         super().__init__("cmpl", body.model, with_usage)
         self._texts, self._prompts, self._count = texts, prompts, body.n or 1
-        self._scored, self._echo = body.logprobs is not None, bool(body.echo)
-        self._offsets = [0] * (len(prompts) * self._count)
+        self._scored, self._most, self._echo = body.logprobs is not None, body.logprobs or 0, bool(body.echo)
+        self._offsets = [Offsets(texts.decoder()) for _ in range(len(prompts) * self._count)]
 
     def start(self) -> bytes:
         """Return nothing: completions have no role."""
@@ -412,11 +493,14 @@ class CompletionWriter(_Writer):
             text = self._texts[token]
             lists["tokens"].append(text.name)
             lists["token_logprobs"].append(None if isinstance(score, int) else score.logprob)
-            top = None if isinstance(score, int) else {self._texts[other].name: value for other, value in score.top}
-            lists["top_logprobs"].append(top)
-            lists["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text.text)
+            lists["top_logprobs"].append(None if isinstance(score, int) else self._top(score))
+            lists["text_offset"].append(self._offsets[index].add(token))
         return lists
+
+    def _top(self, score: Score) -> dict[str, float]:
+        """Return the most probable tokens, and the sampled one, which may be none of them."""
+        top = {self._texts[other].name: value for other, value in score.top}
+        return top | {self._texts[score.token].name: score.logprob}
 
     def whole(self, deltas: Sequence[Delta], exchange: Exchange) -> dict[str, Any]:
         """Return the response as one object."""
@@ -440,7 +524,7 @@ class CompletionWriter(_Writer):
             return []
         scores: list[Score | int] = []
         for place, token in enumerate(tokens):
-            best = (top[place] if top else None) or []
+            best = ((top[place] if top else None) or [])[: self._most]
             value = logprobs[place]
             scores.append(token if value is None else Score(token, value, [(int(a), float(b)) for a, b in best]))
         return scores

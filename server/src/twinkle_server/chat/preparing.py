@@ -11,8 +11,15 @@ from twinkle_server.chat.decoding import TextDecoder
 from twinkle_server.chat.errors import InvalidParameter
 from twinkle_server.chat.exchange import Choice, Exchange
 from twinkle_server.chat.models import Target
-from twinkle_server.chat.render import Renderer, Text
-from twinkle_server.chat.tools import ToolReader, build_parser, forced_grammar, strict_grammar
+from twinkle_server.chat.render import Renderer, Text, ToolFormat
+from twinkle_server.chat.tools import (
+    ToolReader,
+    build_parser,
+    check_parameters,
+    forced_grammar,
+    schema_of,
+    strict_grammar,
+)
 from twinkle_server.errors import BadRequest, ServiceError, Unavailable
 from twinkle_server.operations import Generate
 
@@ -34,6 +41,8 @@ class Conversation:
         structure: `SamplingParams.structured_outputs` of the answer.
         thinking: option of the chat template.
         strict: whether the arguments of calls must match their schemas; they always do if `choice` forces calls.
+        param: name of the parameter that `structure` came from, for errors.
+        continued: whether the answer continues the text of the last message, which is the assistant's.
     """
 
     messages: list[dict[str, Any]]
@@ -43,6 +52,8 @@ class Conversation:
     structure: Mapping[str, Any] | None = None
     thinking: bool = True
     strict: bool = False
+    param: str = "response_format"
+    continued: bool = False
 
 
 @dataclass(slots=True)
@@ -55,6 +66,7 @@ class Prompt:
         forced: whether the text is nothing but calls.
         structure: `SamplingParams.structured_outputs` of the text.
         param: name of the parameter that it came from, for errors.
+        continued: whether the text continues that of the prompt's last tokens.
     """
 
     tokens: list[int]
@@ -62,6 +74,7 @@ class Prompt:
     forced: bool = False
     structure: Mapping[str, Any] | None = None
     param: str = "messages"
+    continued: bool = False
 
 
 def renderer_of(state: AppState) -> Renderer:
@@ -87,13 +100,28 @@ async def render(state: AppState, conversation: Conversation) -> Prompt:
     renderer = renderer_of(state)
     check_length(state, sum(map(_size, conversation.messages)))
     tools = conversation.tools if conversation.choice != "none" else []
-    prompt = Prompt([], bool(tools), structure=conversation.structure)
+    prompt = Prompt([], bool(tools), structure=conversation.structure, continued=conversation.continued)
+    if prompt.continued:
+        _check_continued(conversation)
     if tools:
         prompt.forced, prompt.structure = await _tool_grammar(renderer, conversation)
-    if prompt.structure is not None:
-        await check_structure(renderer, prompt.structure)
-    prompt.tokens = await renderer.chat(conversation.messages, tools or None, conversation.thinking)
+    elif prompt.structure is not None:
+        await check_structure(renderer, prompt.structure, conversation.param)
+    prompt.tokens = await renderer.chat(
+        conversation.messages, tools or None, conversation.thinking, conversation.continued
+    )
     return prompt
+
+
+def _check_continued(conversation: Conversation) -> None:
+    if conversation.messages[-1].get("tool_calls"):
+        raise InvalidParameter("messages", "the last message calls tools; add a result of each call after it")
+    if conversation.structure is not None:
+        raise InvalidParameter(
+            conversation.param,
+            f"{conversation.param} restricts the whole answer, so it cannot be combined with a last message of the "
+            "assistant; remove that message",
+        )
 
 
 def _size(message: Mapping[str, Any]) -> int:
@@ -107,21 +135,53 @@ async def _tool_grammar(renderer: Renderer, conversation: Conversation) -> tuple
         raise InvalidParameter("tools", "the chat template of this model has no tool calls; leave out tools")
     if conversation.structure is not None:
         raise InvalidParameter(
-            "response_format", "response_format cannot be combined with tools; use tool_choice 'none'"
+            conversation.param, f"{conversation.param} cannot be combined with tools; use tool_choice 'none'"
         )
+    for tool in conversation.tools:
+        check_parameters(tool)
+    if conversation.choice == "auto" and not conversation.strict:
+        return False, None
+    forced, grammar, tools = _call_grammar(form, conversation)
+    await _check_tools(renderer, grammar, tools)
+    return forced, {"grammar": grammar}
+
+
+def _call_grammar(form: ToolFormat, conversation: Conversation) -> tuple[bool, str, list[dict[str, Any]]]:
+    """Return whether the answer is nothing but calls, the grammar of the answer, and the tools in the grammar."""
     if conversation.choice == "auto":
-        if not conversation.strict:
-            return False, None
-        return False, {"grammar": strict_grammar(form, build_parser(form), conversation.tools)}
+        return False, strict_grammar(form, build_parser(form), conversation.tools), conversation.tools
     chosen = [tool for tool in conversation.tools if conversation.choice in ("required", tool["function"]["name"])]
     if not chosen:
         raise InvalidParameter("tool_choice", f"no tool has the name {conversation.choice!r}")
     several = conversation.several and conversation.choice == "required"
-    return True, {"grammar": forced_grammar(form, build_parser(form), chosen, several)}
+    return True, forced_grammar(form, build_parser(form), chosen, several), chosen
 
 
-async def check_structure(renderer: Renderer, structure: Mapping[str, Any]) -> None:
+async def _check_tools(renderer: Renderer, grammar: str, tools: Sequence[dict[str, Any]]) -> None:
+    """Check the grammar of calls before the engine compiles it; an error names the tool, not the grammar."""
+    try:
+        await renderer.check_grammar({"grammar": grammar})
+    except BadRequest as error:
+        for tool in tools:
+            await _check_tool(renderer, tool["function"])
+        raise InvalidParameter("tools", f"the schemas of the tools cannot be used together: {error}") from error
+
+
+async def _check_tool(renderer: Renderer, function: Mapping[str, Any]) -> None:
+    try:
+        await renderer.check_grammar({"json": schema_of(function)})
+    except BadRequest as error:
+        name, reason = function["name"], str(error).removeprefix("the schema cannot be used: ")
+        raise InvalidParameter("tools", f"the parameters of the tool {name!r} cannot be used: {reason}") from error
+
+
+async def check_structure(renderer: Renderer, structure: Mapping[str, Any], param: str = "response_format") -> None:
     """Check a schema or grammar before the engine compiles it.
+
+    Args:
+        renderer: checks it.
+        structure: `SamplingParams.structured_outputs`.
+        param: name of the parameter that it came from.
 
     Raises:
         BadRequest: it is invalid or too complex.
@@ -130,7 +190,7 @@ async def check_structure(renderer: Renderer, structure: Mapping[str, Any]) -> N
         SamplingParams(structured_outputs=structure)
         await renderer.check_grammar(structure)
     except (ValueError, BadRequest) as error:
-        raise InvalidParameter("response_format", str(error)) from error
+        raise InvalidParameter(param, str(error).replace("SamplingParams.structured_outputs", param)) from error
 
 
 def check_length(state: AppState, characters: int, param: str = "messages") -> None:
@@ -145,6 +205,14 @@ def check_length(state: AppState, characters: int, param: str = "messages") -> N
             param, f"the text has {characters} characters; the model's context of {state.service.info.context} "
             f"tokens cannot have more than {most}", "context_length_exceeded",
         )  # fmt: skip
+
+
+def filters(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Return fields of `SamplingParams`; `top_p=0` is the most probable token, and `top_k=0` is no limit."""
+    if top_p == 0:
+        top_p, top_k = None, 1
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k or None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def seeds(seed: int | None, count: int) -> list[int]:
@@ -181,14 +249,15 @@ async def start(
     choices = []
     try:
         for number, prompt in enumerate(prompts):
+            ends = () if prompt.forced else stops  # stop strings end text, and here is none
             fields = {
-                **params, "stop": list(stops) or None, "max_tokens": _room(state, prompt, params.get("max_tokens")),
+                **params, "stop": list(ends) or None, "max_tokens": _room(state, prompt, params.get("max_tokens")),
                 "seed": seeds(params.get("seed"), count), "structured_outputs": prompt.structure,
             }  # fmt: skip
             _check(fields)
             generate = Generate(prompt.tokens, fields, target.source, target.model)
             generations.append(await state.service.generate(caller.tenant, generate))
-            choices.append([_choice(text, prompt, stops, number * count + sample) for sample in range(count)])
+            choices.append([_choice(text, prompt, ends, number * count + sample) for sample in range(count)])
     except ServiceError:
         for generation in generations:
             generation.cancel()
@@ -214,4 +283,5 @@ def _room(state: AppState, prompt: Prompt, most: int | None) -> int | None:
 
 def _choice(text: Text, prompt: Prompt, stops: Sequence[str], index: int) -> Choice:
     reader = ToolReader(build_parser(text.tools)) if prompt.tools and text.tools is not None else None
-    return Choice(index, TextDecoder(text.tokenizer, stops), reader, prompt.forced)
+    before = prompt.tokens if prompt.continued else ()
+    return Choice(index, TextDecoder(text.tokenizer, stops, before), reader, prompt.forced)

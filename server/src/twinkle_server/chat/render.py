@@ -95,13 +95,23 @@ class Renderer:
             self._text = Text(tokenizer, ToolFormat(**about["tools"]) if about["tools"] else None)
         return self._text
 
-    async def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, thinking: bool) -> list[int]:
+    async def chat(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, thinking: bool, continued: bool = False
+    ) -> list[int]:
         """Return the tokens of a conversation with the header of an assistant turn.
+
+        Args:
+            messages: in OpenAI's form.
+            tools: in OpenAI's form.
+            thinking: option of the chat template.
+            continued: the last message is the assistant's; end after its text, in its turn.
 
         Raises:
             BadRequest: the template refuses the conversation.
         """
-        tokens: list[int] = await self._ask("chat", messages=messages, tools=tools, thinking=thinking)
+        tokens: list[int] = await self._ask(
+            "chat", messages=messages, tools=tools, thinking=thinking, continued=continued
+        )
         return tokens
 
     async def texts(self, texts: list[str]) -> list[list[int]]:

@@ -95,11 +95,29 @@ class Worker:
         template = self._templates[True]
         return str(template.decode(template.encode({"messages": messages, "tools": tools or []})["input_ids"]))
 
-    def chat(self, messages: list[Any], tools: list[Any] | None, thinking: bool) -> list[int]:
-        """Return the tokens of a conversation with the header of an assistant turn."""
+    def chat(self, messages: list[Any], tools: list[Any] | None, thinking: bool, continued: bool) -> list[int]:
+        """Return the tokens of a conversation with the header of an assistant turn, or with its beginning."""
+        if continued:
+            return self._continued(messages, tools, thinking)
         trajectory = {"messages": messages, "tools": tools or []}
         tokens: list[int] = self._templates[thinking].encode(trajectory, add_generation_prompt=True)["input_ids"]
         return tokens
+
+    def _continued(self, messages: list[Any], tools: list[Any] | None, thinking: bool) -> list[int]:
+        """Return the tokens up to the end of the last message's text, which a mark shows in the rendered text."""
+        template: Any = self._templates[thinking]
+        if not hasattr(template, "renderer"):
+            raise Refused("the template of this model cannot continue a message; end with a message of the user")
+        *history, last = messages
+        mark = "TWINKLEEND"
+        while mark in json.dumps(messages):
+            mark += "X"
+        marked = {"messages": [*history, {**last, "content": last["content"] + mark}], "tools": tools or []}
+        formatted = template.format_trajectory(marked, add_default_system=True)
+        text, found, _ = template.renderer(marked).render(formatted["messages"]).rpartition(mark)
+        if not found:
+            raise Refused("the chat template of this model does not show the text of the last message to continue")
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def texts(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of texts, with the special tokens that the tokenizer adds."""
@@ -130,13 +148,16 @@ class Worker:
             raise Refused(f"the JSON schema cannot be read: {error}") from error
         began = time.perf_counter()
         matcher = llguidance.LLMatcher(self._matcher_tokenizer, source, log_level=0)
+        what = {"grammar": "grammar", "regex": "regular expression", "choice": "choice"}.get(kind, "schema")
         if matcher.is_error():
-            what = {"grammar": "grammar", "regex": "regular expression", "choice": "choice"}.get(kind, "schema")
-            raise Refused(f"the {what} cannot be used: {' '.join(matcher.get_error().split())[:500]}")
+            raise Refused(f"the {what} cannot be used: {_problem(matcher)}")
         if (seconds := time.perf_counter() - began) > COMPILE_SECONDS:
             raise Refused(
                 f"the schema is too complex: it took {seconds:.2f} s to compile, and {COMPILE_SECONDS:g} s are allowed"
             )
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise Refused(f"the {what} cannot be used: {_problem(matcher)}")
         return ""
 
     def answer(self, message: Message) -> Message:
@@ -152,6 +173,12 @@ class Worker:
             return Message("answer", {"error": "the request is nested too deeply", "category": "user"})
         except Exception as error:  # the code of a chat template may raise anything
             return Message("answer", {"error": f"{type(error).__name__}: {error}", "category": "server"})
+
+
+def _problem(matcher: Any) -> str:
+    """Return why a grammar cannot be used, without the state of its parser."""
+    reason = " ".join(matcher.get_error().partition("<state>")[0].split())[:500]
+    return "no text matches it" if reason == "NoExtensionBias" else reason
 
 
 def _is_json_call(inside: str) -> bool:

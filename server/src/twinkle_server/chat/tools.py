@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,28 @@ def forced_grammar(form: ToolFormat, parser: ToolCallParser, tools: Sequence[dic
     for name, tool in zip(names, tools, strict=True):
         function = tool["function"]
         begin = f'{form.before}{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = json.dumps(_schema(function))
+        schema = json.dumps(schema_of(function))
         lines.append(f"{name}: {opening} {json.dumps(begin)} {name}_arguments {json.dumps('}' + form.after)} {closing}")
         lines.append(f"{name}_arguments: %json {schema}")
     return "\n".join(lines)
 
 
-def _schema(function: dict[str, Any]) -> dict[str, Any]:
+def check_parameters(tool: Mapping[str, Any]) -> None:
+    """Check that the arguments of a tool are an object.
+
+    Raises:
+        InvalidParameter: its schema has another type.
+    """
+    function = tool["function"]
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object":
+        raise InvalidParameter(
+            "tools", f"the parameters of the tool {function['name']!r} must be a schema of the type 'object', "
+            f"got {str(kind)[:80]!r}"
+        )  # fmt: skip
+
+
+def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments."""
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, "type": "object"}
     return options | (function.get("parameters") or {})
@@ -84,7 +99,7 @@ def strict_grammar(form: ToolFormat, parser: ToolCallParser, tools: Sequence[dic
         function = tool["function"]
         begin = f'{parser.open_marker}{form.before}{{"name": {json.dumps(function["name"])}, "arguments": '
         end = "}" + form.after + parser.close_marker
-        tags.append(StructTag(trigger=parser.open_marker, begin=begin, grammar=_schema(function), end=end))
+        tags.append(StructTag(trigger=parser.open_marker, begin=begin, grammar=schema_of(function), end=end))
     return StructTag.to_grammar(tags, assume_special=form.special)
 
 
@@ -126,11 +141,18 @@ class ToolReader:
             shown += "" if found else block
         return self._visible(shown, bool(calls)), calls
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """Return the rest: calls of formats without an end, or text."""
+    def finish(self, cut: bool = False) -> tuple[str, list[Call]]:
+        """Return the rest: calls of formats without an end, or text.
+
+        Args:
+            cut: whether the text was cut; then a call that is not complete is dropped, since its markup is not text.
+        """
         held, self._held = self._held, ""
         calls = self._parse(held)
         shown = self._parser.clean(held) if calls else held
+        if cut and not calls and held.startswith(marker := self._parser.open_marker):
+            inside = held[len(marker) :].lstrip()
+            shown = held if inside and inside[0] not in "{[<" else ""
         return self._visible(shown, bool(calls)), calls
 
     def _parse(self, text: str) -> list[Call]:

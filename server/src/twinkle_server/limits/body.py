@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import zstandard
 
 from twinkle_client import wire
-from twinkle_server.error_forms import refuse
+from twinkle_server.error_forms import error_path, refuse
 from twinkle_server.errors import BadRequest, Busy, ServiceError, TooLarge
 from twinkle_server.settings import Limits
 from twinkle_server.tenancy.auth import header
@@ -153,7 +153,7 @@ class BodyLimitMiddleware:
             body = await self._body(scope, receive, share)
         except ServiceError as error:
             share.close()
-            await refuse(send, error, scope["path"])
+            await refuse(send, error, error_path(scope))
             return
         except _Disconnected:
             share.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from twinkle_server.error_forms import refuse
+from twinkle_server.error_forms import error_path, is_chat, refuse
 from twinkle_server.errors import ServiceError
 from twinkle_server.ids import new_id
 
@@ -84,7 +84,10 @@ class HeadTooLarge(ServiceError):
 
 
 class RequestHeadMiddleware:
-    """Sets `request_id` in the scope and the header `X-Request-Id`, and refuses large heads."""
+    """Sets `request_id` in the scope and the header `X-Request-Id`, and refuses large heads.
+
+    Responses below `/v1` also have the header `Request-Id`, which the SDK of Anthropic reads.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -95,15 +98,16 @@ class RequestHeadMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = scope["request_id"] = new_id()
-        id_header = (b"x-request-id", request_id.encode())
+        names = (b"x-request-id", b"request-id") if is_chat(scope.get("path", "")) else (b"x-request-id",)
+        id_headers = [(name, request_id.encode()) for name in names]
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             await send(message)
 
         if problem := _problem(scope):
-            await refuse(send_with_id, HeadTooLarge(problem), scope.get("path", ""))
+            await refuse(send_with_id, HeadTooLarge(problem), error_path(scope))
             return
         await self._app(scope, receive, send_with_id)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from twinkle_server.responses.base import Answer
+from twinkle_server.responses.base import Answer, Time
 
 
 class ChatModel(Answer):
@@ -21,6 +21,35 @@ class ChatModels(Answer):
 
     object: Literal["list"]
     data: list[ChatModel]
+
+
+class ClaudeModel(Answer):
+    """A model in Anthropic's form."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: Time
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ClaudeModels(Answer):
+    """A page of models in Anthropic's form."""
+
+    data: list[ClaudeModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class ListedModels(RootModel[ChatModels | ClaudeModels]):
+    """The base model, and the caller's models and checkpoints; with `anthropic-version` a page in Anthropic's form."""
+
+
+class DescribedModel(RootModel[ChatModel | ClaudeModel]):
+    """A model; with `anthropic-version` in Anthropic's form."""
 
 
 class CachedTokens(Answer):

@@ -141,8 +141,8 @@ ROUTES: Final[Mapping[str, Answers]] = {
     "POST /v1/embeddings": Answers(chat.Embeddings),
     "POST /v1/messages": Answers(chat.AnthropicMessage, chat.MessageEvent),
     "POST /v1/messages/count_tokens": Answers(chat.TokenCount),
-    "GET /v1/models": Answers(chat.ChatModels),
-    "GET /v1/models/{model}": Answers(chat.ChatModel),
+    "GET /v1/models": Answers(chat.ListedModels),
+    "GET /v1/models/{model}": Answers(chat.DescribedModel),
 }
 """The responses of each route, by method and path. Routes that only send files, or texts, are not here."""
 

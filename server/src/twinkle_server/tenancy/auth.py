@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import structlog
 from starlette.requests import Request
 
-from twinkle_server.error_forms import refuse
+from twinkle_server.error_forms import error_path, refuse
 from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
 from twinkle_server.store.records import AuditEntry
 from twinkle_server.store.tenants import Audit
@@ -128,7 +128,7 @@ class Authentication:
                     check_local(scope)
                 caller = await identify(key_of(scope), self._keys)
             except ServiceError as error:
-                await refuse(send, error, scope["path"])
+                await refuse(send, error, error_path(scope))
                 return
             scope["caller"] = caller
             CURRENT.set(caller)
