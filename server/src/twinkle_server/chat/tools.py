@@ -150,7 +150,8 @@ class ToolReader:
         held, self._held = self._held, ""
         calls = self._parse(held)
         shown = self._parser.clean(held) if calls else held
-        if cut and not calls and held.startswith(marker := self._parser.open_marker):
+        marker = self._parser.open_marker
+        if cut and not calls and len(marker) > 1 and held.startswith(marker):
             inside = held[len(marker) :].lstrip()
             shown = held if inside and inside[0] not in "{[<" else ""
         return self._visible(shown, bool(calls)), calls
