@@ -181,7 +181,7 @@ def cache_salts(case: EngineCase) -> None:
     """A prompt comes from a cache only for requests with the same salt, and has the same tokens with any salt."""
     length = min(64, case.info.context - 8)
     prompt = [(7 * place + 3) % min(case.info.vocabulary, 250) for place in range(length)]
-    params = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "stop": []}
+    params = {"max_tokens": 4, "seed": 1, "temperature": 0, "logprobs": 1, "stop": []}
 
     def begun(salt: str | None) -> Any:
         request = case.engine.submit(prompt, params, cache_salt=salt)
