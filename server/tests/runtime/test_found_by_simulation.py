@@ -5,11 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from server_runtime import SOON, Database, Plan, World, answer, applied, ask, within
+import pytest
+from server_runtime import SOON, Database, FakeEffects, Plan, World, answer, applied, ask, within
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Outcome
+from twinkle_server.runtime import dispatch
+from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.queues import ModelQueue
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store.memory import MemoryJournal
@@ -142,3 +145,105 @@ def test_a_number_is_not_lost_because_the_service_stood_still() -> None:
         await runtime.close()
 
     within(2 * SOON, scenario)
+
+
+class Unreadable(MemoryJournal):
+    """A log that fails once to return what a replay needs, after earlier replays were sent."""
+
+    number = 5
+    failed = False
+
+    async def composition(self, operation: int) -> str | None:
+        if self._operations[operation].number == self.number and not self.failed:
+            self.failed = True
+            raise OSError("disk I/O error")
+        return await super().composition(operation)
+
+
+@dataclass
+class RemovingEffects(FakeEffects):
+    """Removes the folders of snapshots from the disk of the fake engine."""
+
+    disk: dict[str, tuple[int, list[int]]]
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    async def remove(self, folders: Sequence[str]) -> None:
+        for folder in folders:
+            self.disk.pop(folder, None)
+
+
+def test_a_snapshot_that_a_second_restore_will_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_RETRY", 0.01)
+
+    async def scenario() -> None:
+        plan = Plan(snapshot_every=2)
+        world = World(plan, Unreadable(Database(), b"secret"), effects=RemovingEffects(plan.disk))
+        runtime = await world.runtime()
+        for number, kind in ((0, "create"), (1, "optim_step"), (2, "optim_step")):
+            await answer(runtime, (await ask(runtime, number, kind)).request)  # type: ignore[arg-type]
+        await runtime.outcomes.flush()
+        plan.snapshot_every = 100
+        for number in (3, 4, 5):
+            await answer(runtime, (await ask(runtime, number, "optim_step")).request)
+        await runtime.close()
+
+        plan.snapshot_every, plan.seconds = 3, 0.1  # the replay of number 3 is slow, and a snapshot follows it
+        runtime = await world.runtime()
+        last = await answer(runtime, (await ask(runtime, 6, "optim_step")).request)
+        assert (last.status, last.error) == ("done", None)
+        assert applied(last) == [1, 2, 3, 4, 5, 6]
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+def test_a_postponed_model_waits_for_the_answers_to_all_restores() -> None:
+    async def scenario() -> None:
+        queue = ModelQueue("m", "ada", True)
+        first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
+        queue.start_restoring(first)
+        queue.start_restoring(second)
+        queue.start_dropping()
+        queue.restored()
+        assert (first.done(), second.done(), queue.restoring, queue.dropped) == (True, False, True, False)
+        queue.restored()
+        assert (second.done(), queue.restoring, queue.dropped, queue.idle) == (True, False, False, False)
+        queue.restored()
+        assert queue.dropped
+        assert queue.idle
+
+    within(SOON, scenario)
+
+
+def test_an_operation_that_kills_an_engine_while_it_is_taken_back_is_blamed() -> None:
+    async def scenario() -> None:
+        world = World(Plan(hang=frozenset({1})))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        asked = await ask(runtime, 1, "optim_step")
+
+        async def running(runs: int) -> ModelQueue:
+            while len(world.plan.runs) < runs or not any(each.begun for each in runtime.dispatcher.in_flight.values()):
+                await asyncio.sleep(0.01)
+            return runtime.dispatcher.queues["s:train:0"]
+
+        await _die_while_postponed(runtime, world, await running(2))
+        queue = await running(4)  # with the replay of number 0
+        assert world.plan.runs[-1] == ("s:train:0", 1, True, False)  # alone
+        await _die_while_postponed(runtime, world, queue)
+        future = await answer(runtime, asked.request)
+        assert (future.status, future.error) == (
+            "failed",
+            "the engine died, twice while running this operation; it is not retried",
+        )
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+async def _die_while_postponed(runtime: Runtime, world: World, queue: ModelQueue) -> None:
+    runtime.dispatcher.postpone(queue, "memory is lacking")
+    assert not runtime.dispatcher.in_flight
+    world.engines[-1].kill()

@@ -646,7 +646,8 @@ class EngineEvents:
             return
         queue.restored()
         if queue.postponed is not None:
-            self._dispatcher.forgotten(queue)
+            if queue.dropped:
+                self._dispatcher.forgotten(queue)
         elif message.head.get("later"):
             self._dispatcher.postpone(queue, _LACKING)
         elif message.head.get("error") is not None and queue.closed is None:
@@ -658,7 +659,7 @@ class EngineEvents:
         snapshot = Snapshot(**message.head)
         self.unrecorded.add(snapshot.folder)
         queue = self._dispatcher.queues.get(snapshot.queue_id)
-        late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # the model was taken back
+        late = queue is not None and _is_replaced(queue)
         agreed = not late and self._agrees(snapshot)
 
         async def record() -> None:
@@ -683,6 +684,14 @@ class EngineEvents:
         if queue.detached() and queue.head is None:
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
         self._dispatcher.send_ready(queue)
+
+
+def _is_replaced(queue: ModelQueue) -> bool:
+    """Whether the engine's model was taken back, so that a snapshot of it is late.
+
+    While a snapshot is to be read, a later one must not replace it, because recording it removes the folder.
+    """
+    return queue.restoring or queue.state in (State.POSTPONED, State.ATTACHING)
 
 
 def _reads_checkpoint(operation: Operation) -> bool:

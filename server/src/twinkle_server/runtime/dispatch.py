@@ -468,7 +468,7 @@ class Dispatcher:
         """Read a snapshot in the engine. Snapshots that engines died of are read one at a time."""
         async with self._suspects if queue.restore_deaths else contextlib.nullcontext():
             answered = asyncio.get_running_loop().create_future()
-            queue.start_restoring(answered)
+            queue.start_restoring(answered)  # before `put`: an engine that is dead already counts as a death of it
             child.put(Message(messages.RESTORE, {"queue_id": queue.name, "folder": folder}))
             if queue.restore_deaths:
                 await answered
@@ -570,7 +570,10 @@ class Dispatcher:
 
     def _forget(self, queue: ModelQueue) -> None:
         """Drop a model in the engine without a snapshot."""
-        self.send_order(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
+        if self.child is not None:
+            with contextlib.suppress(LinkClosed):
+                self.child.put(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
+                queue.start_dropping()
 
     # Engines
 
@@ -597,13 +600,25 @@ class Dispatcher:
         if senders:
             await asyncio.wait(senders)
         counted = [number for number in blamed if number in self.in_flight and not self.in_flight[number].replay]
+        counted += [operation.id for queue in self.queues.values() for operation in queue.ready_among(blamed)]
         if counted:
             self._outcomes.then(lambda: self._journal.blame(sorted(counted)))
         for queue in list(self.queues.values()):
+            self._blame_postponed(queue, blamed, why)
             self._take_back(queue, blamed, why)
         self.in_flight.clear()
         self._window = Window(self._window_bytes)
         await self._outcomes.flush()
+
+    def _blame_postponed(self, queue: ModelQueue, blamed: Collection[int], why: str) -> None:
+        """Count the death of the engine for operations that it was running, but that were taken back before."""
+        for operation in queue.ready_among(blamed):
+            operation.attempts += 1
+            if operation.attempts > 1 and queue.withdraw(operation):
+                self._fail_killer(operation, why)
+
+    def _fail_killer(self, operation: Operation, why: str) -> None:
+        self.fail(operation, f"{why}, twice while running this operation; it is not retried")
 
     def _take_back(self, queue: ModelQueue, blamed: Collection[int], why: str) -> None:
         again: list[Operation] = []
@@ -617,7 +632,7 @@ class Dispatcher:
             if flight.withdrawal is not None:
                 self._cancel_flight(flight)
             elif operation.attempts > 1:
-                self.fail(operation, f"{why}, twice while running this operation; it is not retried")
+                self._fail_killer(operation, why)
             else:
                 again.append(operation)
         queue.put_back(again)

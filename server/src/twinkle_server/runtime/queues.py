@@ -238,7 +238,7 @@ class ModelQueue:
         self.order = SequenceOrder[Operation](snapshot_number + 1)
         self.in_flight: dict[int, InFlight] = {}
         self.restore_deaths = 0
-        self._restoring: asyncio.Future[None] | None = None
+        self._restores: deque[asyncio.Future[None] | None] = deque()  # unanswered, in order; None drops the model
         self._attempts = 0
         self._state = State.DETACHED if closed is None else State.CLOSED
         self._closed = closed
@@ -286,8 +286,8 @@ class ModelQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no operation waits or runs, and the engine does not have the model."""
-        return self.order.idle and not self.running and self._state is not State.ATTACHED
+        """Whether no operation waits or runs, and the engine does not have the model and owes no answer about it."""
+        return self.order.idle and not self.running and self._state is not State.ATTACHED and not self._restores
 
     # Operations
 
@@ -328,6 +328,10 @@ class ModelQueue:
     def remove_in_flight(self, operation: int) -> None:
         """Remove an operation from `in_flight`."""
         self.in_flight.pop(operation, None)
+
+    def ready_among(self, ids: Collection[int]) -> list[Operation]:
+        """Return the ready operations with these ids."""
+        return [operation for operation in self.order.ready if operation.id in ids]
 
     def put_back(self, operations: Sequence[Operation]) -> None:
         """Put operations taken back from the engine before all ready ones."""
@@ -429,7 +433,6 @@ class ModelQueue:
 
         Returns:
             The operations in flight, to be put back; None if the queue is already closed or postponed.
-            What the engine had, to be put back; None if the queue is closed or postponed already.
         """
         if self._state in (State.CLOSED, State.POSTPONED):
             return None
@@ -466,29 +469,40 @@ class ModelQueue:
         if self._state not in (State.DETACHED, State.CLOSED):
             self._move(State.DETACHED)
         self._sending = False
-        if self._restoring is not None:
-            self._restoring = None
+        if self.restoring:
             self.restore_deaths += not blamed
+        self._restores.clear()
         return self._take_back()
 
     @property
     def restoring(self) -> bool:
-        """Whether the engine is reading the snapshot."""
-        return self._restoring is not None
+        """Whether the engine is reading a snapshot, or will read one."""
+        return any(answered is not None for answered in self._restores)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the engine has answered every RESTORE, and so has nothing that was sent before the last one."""
+        return not self._restores
 
     def start_restoring(self, answered: asyncio.Future[None]) -> None:
-        """Start reading the snapshot.
+        """Note that a RESTORE with a snapshot was sent. The engine may still have earlier ones to answer.
 
         Args:
-            answered: resolved by `restored`.
+            answered: resolved by the call of `restored` for this RESTORE.
         """
-        self._restoring = answered
+        self._restores.append(answered)
+
+    def start_dropping(self) -> None:
+        """Note that a RESTORE without a snapshot was sent, which only drops the model."""
+        self._restores.append(None)
 
     def restored(self) -> None:
-        """Finish reading the snapshot, successfully or not."""
-        if self._restoring is not None and not self._restoring.done():
-            self._restoring.set_result(None)
-        self._restoring, self.restore_deaths = None, 0
+        """Handle the answer to the oldest unanswered RESTORE, successful or not."""
+        answered = self._restores.popleft() if self._restores else None
+        if answered is not None:
+            self.restore_deaths = 0
+            if not answered.done():
+                answered.set_result(None)
 
     def close(self, closed: Closed) -> list[Operation]:
         """Close the queue, or make the reason more precise; return the waiting operations, which must fail."""

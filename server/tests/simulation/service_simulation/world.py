@@ -307,8 +307,7 @@ class World:
         life, engine = self.life, self.engine
         if life is not None and engine is not None and life.answering:
             life.hung += why == "killed by the service"
-            known = life.service.dispatcher.in_flight if life.service is not None else {}
-            for operation in engine.under_way & known.keys():  # else it was cancelled or taken back
+            for operation in engine.under_way & _unfinished(life):  # else it was cancelled
                 self.suspects[operation] = life
                 if operation not in engine.replayed:
                     self.blamed[operation] += 1
@@ -497,6 +496,15 @@ class World:
 
 
 _WRITES = frozenset({"store.before_commit", "blob.before_rename", "files.before_write", "files.before_rename"})
+
+
+def _unfinished(life: "Life") -> set[int]:
+    """Return the operations that an engine has, or has been sent and that were taken back to run again."""
+    if life.service is None:
+        return set()
+    dispatcher = life.service.dispatcher
+    ready = {operation.id for queue in dispatcher.queues.values() for operation in queue.order.ready}
+    return ready | dispatcher.in_flight.keys()
 
 
 def _retrieved(task: "asyncio.Task[Answer]") -> None:

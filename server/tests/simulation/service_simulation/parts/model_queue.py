@@ -90,10 +90,10 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
     numbers = iter(range(first + 1, 1000))
     ready: list[Operation] = []
     flights: list[InFlight] = []
-    sending = leaving = restoring = False
+    sending = leaving = False
+    restores: list[asyncio.Future[None] | None] = []  # unanswered; None is for one that drops the model
     deaths = attempts = 0
     distrusted: int | None = None
-    answered: asyncio.Future[None] | None = None
 
     def legal(target: State) -> bool:
         return target in TRANSITIONS[state]
@@ -114,6 +114,7 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
                 "resume",
                 "died",
                 "restore",
+                "drop",
                 "restored",
                 "sending",
                 "withdraw",
@@ -183,6 +184,8 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             state = State.DETACHED if state is State.POSTPONED else state
         elif what == "died":
             blamed = {flights[0].operation.id} if flights and draw.random() < 0.5 else set()
+            some = {each.id for each in ready[::2]} | {each.operation.id for each in flights}
+            demand(queue.ready_among(some) == ready[::2], "which of them are ready")
             demand(queue.engine_died(blamed) == flights, "what the engine had")
             again = [flight.operation for flight in flights if not flight.replay]
             queue.put_back(again)
@@ -190,17 +193,22 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             leaving, sending = leaving or state is State.DETACHING, False
             state = state if state in (State.CLOSED, State.DETACHED) else State.DETACHED
             flights.clear()
-            if restoring:
-                deaths, restoring = deaths + (not blamed), False
+            if any(each is not None for each in restores):
+                deaths += not blamed
+            restores.clear()
         elif what == "restore":
-            answered = asyncio.get_running_loop().create_future()
+            restores.append(answered := asyncio.get_running_loop().create_future())
             queue.start_restoring(answered)
-            restoring = True
+        elif what == "drop":
+            restores.append(None)
+            queue.start_dropping()
         elif what == "restored":
             queue.restored()
-            demand(answered is None or not restoring or answered.done(), "nobody was told that it is restored")
-            restoring, deaths = False, 0
-            queue.restored()
+            oldest = restores.pop(0) if restores else None
+            if oldest is not None:
+                deaths = 0
+                demand(oldest.done(), "the wait for the oldest RESTORE did not end")
+            demand(not any(each is not None and each.done() for each in restores), "the wait for a later one ended")
         elif what == "sending":
             if sending:
                 queue.stop_sending()
@@ -232,11 +240,12 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             "sending": sending,
             "running": running,
             "postponed": "lacking" if state is State.POSTPONED else None,
-            "restoring": restoring,
+            "restoring": any(each is not None for each in restores),
+            "dropped": not restores,
             "may_send": not sending and state in (State.DETACHED, State.ATTACHED),
             "must_attach": ordered and state is not State.ATTACHED,
             "restore_deaths": deaths,
-            "idle": not running and state is not State.ATTACHED,
+            "idle": not running and state is not State.ATTACHED and not restores,
             "distrusts": distrusted is not None,
             "head": ready[0] if ready else None,
         }
