@@ -326,6 +326,7 @@ LIMITS = {
     "tokens of a row": "the context length of the model",
     "sequences of one sampling request": "{samples}",
     "pending operations of one tenant": "{queued}; more: 429",
+    "models of one tenant, for keys without a quota of their own": "{adapters}; more: 403",
     "wait of one request for a result": "{poll}, then the client must ask again; an unknown id is answered at once",
     "retention of a result, unread / read": "{kept_result} / {read_result}",
     "retention of sequences sampled with `record_stability_info`": "{kept_record} after the last sampling or training",
@@ -372,7 +373,8 @@ def limits() -> str:
     from twinkle_server.tenancy import quotas
 
     amounts = {name: value for name, value in asdict(Limits()).items() if value is not None}
-    values = {name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in amounts.items()}
+    values = dict.fromkeys(asdict(Limits()), "no limit")
+    values |= {name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in amounts.items()}
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
     values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
     values |= {"recipients": str(MAX_RECIPIENTS), "points": f"{MOST:,}"}
