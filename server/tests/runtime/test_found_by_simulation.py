@@ -5,14 +5,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import orjson
 import pytest
 from server_runtime import SOON, Database, FakeEffects, Plan, World, answer, applied, ask, within
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.operations import Outcome
+from twinkle_server.errors import Unavailable
+from twinkle_server.operations import Embed, Generate, Outcome
 from twinkle_server.runtime import dispatch
 from twinkle_server.runtime.core import Runtime
+from twinkle_server.runtime.generations import Generation
 from twinkle_server.runtime.queues import ModelQueue
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store.memory import MemoryJournal
@@ -247,3 +250,93 @@ async def _die_while_postponed(runtime: Runtime, world: World, queue: ModelQueue
     runtime.dispatcher.postpone(queue, "memory is lacking")
     assert not runtime.dispatcher.in_flight
     world.engines[-1].kill()
+
+
+@dataclass
+class Slow:
+    """A log whose results are written only when it is told, and that cannot hold those of some numbers."""
+
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    unwritable: set[int] = field(default_factory=set)
+
+    def journal(self) -> MemoryJournal:
+        slow = self
+
+        class Journal(MemoryJournal):
+            async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+                await slow.told.wait()
+                numbers = {self._operations[each.operation].number for each in outcomes if each.error is None}
+                if numbers & slow.unwritable:
+                    raise ValueError("nothing that a row can hold")
+                return await super().finish(outcomes)
+
+        return Journal(Database(), b"secret")
+
+
+async def _stream(runtime: Runtime, world: World) -> Generation:
+    """Return a stream of the present weights, with both of its tokens, of a model with one unwritten step."""
+    generation = await runtime.generate("ada", Generate([1], {"max_tokens": 2}, model="s:train:0"))
+    for parts, end in ([[0, [5], [-1.0], [], None]], None), ([[0, [6], [-1.0], [], "length"]], {"cached_tokens": 0}):
+        world.engines[-1]._say(messages.TOKENS, {}, orjson.dumps([[generation.key, parts, end]]))
+    while generation.end is None:
+        await asyncio.sleep(0.01)
+    return generation
+
+
+async def _stepped(world: World, slow: Slow) -> tuple[Runtime, str]:
+    """Return a runtime whose engine has done a step that is not written, and the request of the step."""
+    runtime = await world.runtime()
+    slow.told.set()
+    await answer(runtime, (await ask(runtime, 0, "create")).request)
+    slow.told.clear()
+    step = await ask(runtime, 1, "optim_step")
+    while runtime.outcomes.settled("s:train:0"):
+        await asyncio.sleep(0.01)
+    return runtime, step.request
+
+
+def test_a_stream_has_no_tokens_of_a_step_that_is_undone() -> None:
+    async def scenario() -> None:
+        slow = Slow(unwritable={1})
+        world = World(journal=slow.journal())
+        runtime, step = await _stepped(world, slow)
+        generation = await _stream(runtime, world)
+        slow.told.set()
+        with pytest.raises(Unavailable, match="could not be written, and its weights are restored; repeat the request"):
+            await generation.parts()
+        assert (await answer(runtime, step)).status == "failed"
+        assert not len(runtime.generations)
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+def test_a_stream_waits_until_the_steps_in_its_weights_are_durable() -> None:
+    async def scenario() -> None:
+        slow = Slow()
+        world = World(journal=slow.journal())
+        runtime, step = await _stepped(world, slow)
+        generation = await _stream(runtime, world)
+        reading = asyncio.create_task(generation.parts())
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        assert (len(runtime.generations), runtime.waiting) == (1, 0)  # the engine has no more to answer
+        vectors = await runtime.generate("ada", Embed([[1]], model="s:train:0"))
+        world.engines[-1]._say(messages.DONE, {"id": vectors.key, "error": None, "category": None}, b"vectors")
+        embedding = asyncio.create_task(vectors.parts())
+        await asyncio.sleep(0.05)
+        assert (embedding.done(), vectors.end) == (False, {"body": b"vectors"})
+        slow.told.set()
+        assert await embedding == []
+        assert [part.tokens for part in await reading] == [[5], [6]]
+        assert await generation.parts() == []
+        assert (await answer(runtime, step)).status == "done"
+        assert not len(runtime.generations)
+
+        await runtime.outcomes.flush()
+        slow.told.clear()  # without an unwritten step, nothing waits
+        assert [part.tokens for part in await (await _stream(runtime, world)).parts()] == [[5], [6]]
+        slow.told.set()
+        await runtime.close()
+
+    within(2 * SOON, scenario)

@@ -130,7 +130,7 @@ class Runtime:
         self._taking: set[asyncio.Task[Any]] = set()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.futures = Futures(journal, each=settings.limits.queued)
-        self.generations = Generations(settings.limits.queued, figures)
+        self.generations = Generations(settings.limits.queued, figures, self._lacks)
         self.outcomes = Outcomes(journal, self._written, self._lease_lost, self._unwritten)
         replayed = (lambda: None) if figures is None else figures.replayed
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW, self.futures.open, replayed)
@@ -460,7 +460,7 @@ class Runtime:
     @property
     def waiting(self) -> int:
         """Number of unanswered requests to the engine."""
-        return len(self.dispatcher.in_flight) + self.dispatcher.restoring + len(self.generations)
+        return len(self.dispatcher.in_flight) + self.dispatcher.restoring + self.generations.unanswered
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Start sending to a new engine."""
@@ -540,8 +540,21 @@ class Runtime:
         queue = self.dispatcher.queues.get(operation.queue_id)
         if queue is not None and queue.ordered and queue.closed is None:
             queue.distrust(operation.number)
+            why = "the result of an operation of this model could not be written, and its weights are restored"
+            self.generations.fail_model(queue.name, self.dispatcher.child, why)
             again = self.outcomes.withdraw(operation.queue_id)
             self.dispatcher.postpone(queue, "the result of an operation could not be written", again)
+
+    def _lacks(self, model: str, release: Callable[[], None]) -> bool:
+        """Call `release` when the results of a model are durable, and return True, unless they already are."""
+
+        async def settled() -> None:
+            release()
+
+        if self.outcomes.settled(model):
+            return False
+        self.outcomes.then(settled)
+        return True
 
     def _creation_failed(self, operation: Operation, reason: str) -> None:
         queue = self.dispatcher.queues.get(operation.queue_id)

@@ -2,6 +2,9 @@
 
 Each engine message has the tokens of one decode step of all requests. A request collects its parts until its reader
 takes them, so a slow reader gets fewer and larger pieces; what is collected is bounded by the tokens of the request.
+
+The present weights of a model may include operations whose results are not durable yet. What was computed with them is
+handed out only after these results are durable, because an operation whose result cannot be written is undone.
 """
 
 import asyncio
@@ -63,6 +66,8 @@ class Generation:
         error: why it failed, if it did.
         charge: counts sampled tokens against a quota.
         began: when it was sent, in seconds of the monotonic clock.
+        model: id of the model whose present weights are used, if any.
+        held: whether its parts are not handed out yet, because the log lacks results that its weights include.
     """
 
     key: int
@@ -74,6 +79,9 @@ class Generation:
     error: ServiceError | None = None
     charge: Callable[[int], None] = lambda tokens: None
     began: float = field(default_factory=lambda: time.monotonic())  # looked up late: simulations replace it
+    model: str | None = None
+    held: bool = False
+    _answered: bool = False
     _parts: list[Part] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,10 +91,10 @@ class Generation:
         Raises:
             ServiceError: the request failed.
         """
-        while not self._parts:
+        while self.held or not self._parts:
             if self.error is not None:
                 raise self.error
-            if self.end is not None:
+            if self.end is not None and not self.held:
                 return []
             self._changed.clear()
             await self._changed.wait()
@@ -104,6 +112,23 @@ class Generation:
         self.end = end
         self._changed.set()
 
+    def hold(self, lacks: Callable[[str, Callable[[], None]], bool], release: Callable[[], None]) -> None:
+        """Hold the parts before the first answer of the engine, if the log lacks results that the weights include.
+
+        Args:
+            lacks: see `Generations`.
+            release: called when the log has them.
+        """
+        if self.model is not None and not self._answered:
+            self.held = lacks(self.model, release)
+        self._answered = True
+
+    def release(self) -> None:
+        """Hand out the parts that are held; no-op after an error."""
+        if self.error is None:
+            self.held = False
+            self._changed.set()
+
     def fail(self, error: ServiceError) -> None:
         """End the request with an error."""
         self.error = error
@@ -116,16 +141,28 @@ class Generations:
     Args:
         limit: maximum number of unfinished requests of a tenant.
         figures: metrics; None disables them.
+        lacks: returns whether the log lacks results of a model that the engine has reported; if so, its second
+            argument is called when the log has them.
     """
 
-    def __init__(self, limit: int, figures: Figures | None) -> None:
-        self._limit, self._figures = limit, figures
+    def __init__(
+        self,
+        limit: int,
+        figures: Figures | None,
+        lacks: Callable[[str, Callable[[], None]], bool] = lambda model, release: False,
+    ) -> None:
+        self._limit, self._figures, self._lacks = limit, figures, lacks
         self._running: dict[int, Generation] = {}
         self._keys = itertools.count(-2, -1)
         self.of_tenants: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def unanswered(self) -> int:
+        """Number of requests that the engine has not ended; others only wait for the log."""
+        return sum(generation.end is None for generation in self._running.values())
 
     def check(self, tenant: str) -> None:
         """Admit another request of a tenant.
@@ -146,11 +183,9 @@ class Generations:
         head = {"id": key, "tenant": tenant, "model": generate.model}
 
         def cancel() -> None:
-            if self._close(key, "cancelled") is not None and child is not None:
-                with contextlib.suppress(LinkClosed):
-                    child.put(Message(messages.CANCEL, {"id": key}))
+            self._stop(key, child, "cancelled")
 
-        generation = Generation(key, tenant, generate.size, cancel)
+        generation = Generation(key, tenant, generate.size, cancel, model=generate.model)
         kind = messages.EMBED if isinstance(generate, Embed) else messages.GENERATE
         try:
             if child is None:
@@ -167,9 +202,7 @@ class Generations:
         for key, parts, end in orjson.loads(message.body):
             generation = self._running.get(key)
             if generation is not None:  # otherwise it was cancelled
-                generation.add(parts, end)
-                if end is not None:
-                    self._close(key, "done")
+                self._add(generation, parts, end)
 
     def done(self, message: Message) -> bool:
         """Handle the failure of a request, or its vectors; return False for the DONE message of an operation."""
@@ -177,13 +210,38 @@ class Generations:
         if key > -2:
             return False
         if message.head.get("error") is None:
-            if (generation := self._close(key, "done")) is not None:
-                generation.add([], {"body": message.body})
+            if (generation := self._running.get(key)) is not None:
+                self._add(generation, [], {"body": message.body})
             return True
         error, category = str(message.head.get("error")), message.head.get("category") or "server"
         if (generation := self._close(key, category)) is not None:
             generation.fail(BadRequest(error) if category == "user" else GenerationFailed(error))
         return True
+
+    def _add(self, generation: Generation, parts: list[list[Any]], end: dict[str, Any] | None) -> None:
+        generation.hold(self._lacks, lambda: self._release(generation))
+        generation.add(parts, end)
+        if end is not None and not generation.held:
+            self._close(generation.key, "done")
+
+    def _release(self, generation: Generation) -> None:
+        generation.release()
+        if generation.end is not None:
+            self._close(generation.key, "done")
+
+    def _stop(self, key: int, child: Child | None, outcome: str) -> Generation | None:
+        """End a request here and in the engine; return it, or None if it has ended."""
+        generation = self._close(key, outcome)
+        if generation is not None and generation.end is None and child is not None:
+            with contextlib.suppress(LinkClosed):
+                child.put(Message(messages.CANCEL, {"id": key}))
+        return generation
+
+    def fail_model(self, model: str, child: Child | None, why: str) -> None:
+        """End the requests that use the present weights of a model, because these are undone."""
+        for key in [key for key, generation in self._running.items() if generation.model == model]:
+            if (generation := self._stop(key, child, "server")) is not None:
+                generation.fail(Unavailable(f"{why}; repeat the request", retry_after=RETRY))
 
     def fail_all(self, why: str) -> None:
         """End all requests, because their engine has ended."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,7 @@ class Outcomes:
         self._lost = lost
         self._queue: deque[Entry | Job] = deque()
         self._batch: deque[Entry] = deque()  # outcomes that are written one by one
+        self._unsettled: Counter[str] = Counter()  # outcomes that are not durable, by queue
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.trouble: str | None = None
@@ -72,7 +73,17 @@ class Outcomes:
     def put(self, operation: Operation, outcome: Outcome) -> None:
         """Queue the outcome of an operation for writing."""
         self._queue.append((operation, outcome))
+        self._unsettled[operation.queue_id] += 1
         self._wake.set()
+
+    def settled(self, queue: str) -> bool:
+        """Return whether all outcomes of a queue so far are durable."""
+        return queue not in self._unsettled
+
+    def _settle(self, operation: Operation) -> None:
+        self._unsettled[operation.queue_id] -= 1
+        if not self._unsettled[operation.queue_id]:
+            del self._unsettled[operation.queue_id]
 
     def then(self, job: Job) -> None:
         """Run a job after everything queued so far is durable."""
@@ -86,6 +97,7 @@ class Outcomes:
             for entry in list(entries):
                 if isinstance(entry, tuple) and entry[0].queue_id == queue and entry[1].error is None:
                     entries.remove(entry)
+                    self._settle(entry[0])
                     withdrawn.append(entry[0])
         return withdrawn
 
@@ -167,6 +179,7 @@ class Outcomes:
         self._notify(operation, failed if written is None else written[0])
 
     def _notify(self, operation: Operation, outcome: Outcome) -> None:
+        self._settle(operation)
         try:
             self._written(operation, outcome)
         except Exception:
