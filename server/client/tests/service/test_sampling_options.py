@@ -135,3 +135,28 @@ def test_no_option_of_a_local_sampler_is_missing() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(SamplingOptions.model_fields)
     defaults = asdict(SamplingParams())
     assert {name: field.default for name, field in SamplingOptions.model_fields.items()} == defaults
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[]], r"must be a list of at least one token, got the shape \[1, 0\]"),
+        ([], r"at least one token, got the shape \[0\]"),
+        ([1.5], "must contain integers, got float"),
+        ([1, [2]], "must be a list of numbers"),
+        ([2**40], "must contain tokens between 0 and"),
+        ("12", "must be a list of numbers"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(client: TwinkleClient, tokens: Any, words: str) -> None:
+    sampler = vLLMSampler("tiny", client=client)
+    sampler.sample(PROMPT, {"max_tokens": 1})
+    session = sampler._samplers[None][1]
+    for call in ("sample", "stream"):
+        body = {
+            "inputs": [{"input_ids": tokens}],
+            "options": {"max_tokens": 1},
+            **({"seq_id": 9} if call == "sample" else {}),
+        }
+        with pytest.raises(RequestRefused, match=f"input 0: input_ids.*{words}"):
+            client.run(client.connection.request("POST", f"/samplers/{session}/{call}", body))

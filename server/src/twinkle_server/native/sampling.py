@@ -17,6 +17,7 @@ from twinkle_client import types
 from twinkle_server.app_state import AppState, Caller, app_state_of, caller_of, now
 from twinkle_server.chat.preparing import renderer_of
 from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.native.rows import read_tokens
 from twinkle_server.engine.native.state import Named
 from twinkle_server.engine.samples import read_sample
 from twinkle_server.errors import BadRequest, Gone
@@ -182,13 +183,7 @@ def _encoded(state: AppState, named: Named | None, index: int, given: Any) -> tu
     row = given
     if "input_ids" not in given:
         row = state.templates.get(named).encode(dict(given), add_generation_prompt=True)
-    tokens = [int(token) for token in row["input_ids"]]
-    vocabulary = state.service.info.vocabulary
-    wrong = [token for token in tokens if not 0 <= token < vocabulary] if vocabulary else []
-    if not tokens or wrong:
-        found = wrong[0] if wrong else "none"
-        raise UserError(f"input {index} must have tokens between 0 and {vocabulary - 1}, got {found}")
-    return row, tokens
+    return row, read_tokens(f"input {index}: input_ids", row["input_ids"], state.service.info.vocabulary)
 
 
 def _without_scores(sample: Sample) -> Sample:

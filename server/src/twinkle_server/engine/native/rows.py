@@ -98,6 +98,24 @@ def _feature(where: str, row: Mapping[str, Any], context: int, vocabulary: int) 
     return feature
 
 
+def read_tokens(where: str, value: Any, vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Args:
+        where: name of the field, for messages.
+        value: of the field: a list or an array of integers.
+        vocabulary: of the model; 0 is not known.
+
+    Raises:
+        UserError: it is not a list of at least one token of the vocabulary.
+    """
+    ids = _array(where, value)
+    if ids.ndim != 1 or not len(ids):
+        raise UserError(f"{where} must be a list of at least one token, got the shape {list(ids.shape)}")
+    _check_ids(where, ids, vocabulary or np.iinfo(np.int64).max, masked=False)
+    return [int(token) for token in ids]
+
+
 def _array(where: str, value: Any) -> Array:
     try:
         array = np.asarray(value)
