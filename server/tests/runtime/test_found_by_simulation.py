@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import orjson
@@ -12,11 +13,11 @@ from server_runtime import SOON, Database, FakeEffects, Plan, World, answer, app
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Unavailable
-from twinkle_server.operations import Embed, Generate, Outcome
+from twinkle_server.operations import Embed, Generate, Kind, Outcome
 from twinkle_server.runtime import dispatch
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.generations import Generation
-from twinkle_server.runtime.queues import ModelQueue
+from twinkle_server.runtime.queues import ModelQueue, State
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store.memory import MemoryJournal
 
@@ -122,7 +123,7 @@ def test_a_snapshot_of_a_model_that_was_taken_back_is_not_recorded() -> None:
         assert queue.postpone("memory is lacking") == []
         late = {"queue_id": queue.name, "number": 1, "folder": "snapshots/late", "digest": "", "size": 1}
         runtime._events.snapshotted(Message(messages.SNAPSHOTTED, late))  # sent before the engine was told
-        queue.resume()
+        queue.resume(queue.postponements)
         await runtime.outcomes.flush()
         newest = await runtime._journal.snapshot(queue.name)
         assert newest is None or newest.folder != "snapshots/late"
@@ -184,8 +185,9 @@ def test_a_snapshot_that_a_second_restore_will_read_is_not_replaced(monkeypatch:
         plan = Plan(snapshot_every=2)
         world = World(plan, Unreadable(Database(), b"secret"), effects=RemovingEffects(plan.disk))
         runtime = await world.runtime()
-        for number, kind in ((0, "create"), (1, "optim_step"), (2, "optim_step")):
-            await answer(runtime, (await ask(runtime, number, kind)).request)  # type: ignore[arg-type]
+        for number in range(3):
+            kind: Kind = "optim_step" if number else "create"
+            await answer(runtime, (await ask(runtime, number, kind)).request)
         await runtime.outcomes.flush()
         plan.snapshot_every = 100
         for number in (3, 4, 5):
@@ -337,6 +339,73 @@ def test_a_stream_waits_until_the_steps_in_its_weights_are_durable() -> None:
         slow.told.clear()  # without an unwritten step, nothing waits
         assert [part.tokens for part in await (await _stream(runtime, world)).parts()] == [[5], [6]]
         slow.told.set()
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+def test_the_pause_of_a_postponement_does_not_end_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PAUSES", (0.5, 60.0))
+
+    async def scenario() -> None:
+        world = World()
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        queue = runtime.dispatcher.queues["s:train:0"]
+        runtime.dispatcher.postpone(queue, "memory is lacking")
+        while not queue.dropped:
+            await asyncio.sleep(0.01)
+        world.engines[-1].kill()  # which ends the postponement before its pause
+        while queue.state is not State.ATTACHED:
+            await asyncio.sleep(0.01)
+            with suppress(Unavailable):
+                await runtime.dispatcher.attach(queue.name, "ada")
+        runtime.dispatcher.postpone(queue, "memory is lacking again")
+        await asyncio.sleep(0.7)
+        assert queue.state is State.POSTPONED
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_answers_to_an_attempt_to_attach_do_not_count_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_RETRY", 0.01)
+    monkeypatch.setattr(dispatch, "PAUSES", (0.01,))
+
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=100), Unreadable(Database(), b"secret"))
+        runtime = await world.runtime()
+        for number in range(6):
+            kind: Kind = "optim_step" if number else "create"
+            await answer(runtime, (await ask(runtime, number, kind)).request)
+        await runtime.close()
+
+        world.plan.seconds = 0.05
+        runs = len(world.plan.runs)
+        runtime = await world.runtime()
+        last = await ask(runtime, 6, "optim_step")
+        while len(world.plan.runs) < runs + 6:  # five of the first attempt, whose sixth could not be read
+            await asyncio.sleep(0.001)
+        world.plan.scarce = 1  # for the first replay of the second attempt, which has begun
+        future = await answer(runtime, last.request)
+        assert (future.status, future.error) == ("done", None)
+        assert applied(future) == [1, 2, 3, 4, 5, 6]
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+def test_an_engine_that_hangs_in_an_operation_that_was_taken_back_is_killed() -> None:
+    async def scenario() -> None:
+        world = World(Plan(hang=frozenset({1})), times=Times(deadline=0.3))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        asked = await ask(runtime, 1, "optim_step")
+        while not any(flight.begun for flight in runtime.dispatcher.in_flight.values()):
+            await asyncio.sleep(0.01)
+        runtime.dispatcher.postpone(runtime.dispatcher.queues["s:train:0"], "memory is lacking")
+        future = await answer(runtime, asked.request)
+        assert future.error == "a pass took longer than 0.3 s, twice while running this operation; it is not retried"
         await runtime.close()
 
     within(2 * SOON, scenario)

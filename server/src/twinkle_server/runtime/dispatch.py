@@ -224,8 +224,8 @@ class Dispatcher:
 
     @property
     def restoring(self) -> int:
-        """Number of models whose snapshot the engine is reading."""
-        return sum(queue.restoring for queue in self.queues.values())
+        """Number of models that the engine is to restore or to drop."""
+        return sum(not queue.dropped for queue in self.queues.values())
 
     # Sending
 
@@ -443,7 +443,12 @@ class Dispatcher:
             LinkClosed: the engine died.
         """
         queue.start_attaching()
+        sent = False
         try:
+            while not queue.dropped:  # otherwise answers of an attempt that failed would count for this one
+                await asyncio.sleep(_POLL)
+            if queue.closed is not None:
+                return
             await self._outcomes.flush()
             if queue.restore_deaths >= MAX_DEATHS:
                 raise Corrupted(f"the engine died {MAX_DEATHS} times while it read the newest snapshot")
@@ -452,14 +457,17 @@ class Dispatcher:
             done = [row for row in rows if row.status == "done"]
             if snapshot or done:
                 await self._effects.attached(queue.tenant, queue.name)
+                sent = True
                 await self._restore(child, queue, snapshot.folder if snapshot else None)
             for row in done:
                 await self._repeat(child, queue, row)
         except LinkClosed:
             raise  # the death is counted by `engine_down`
-        except Exception:
+        except Exception as error:
             for number in list(queue.in_flight):
                 self.pop_in_flight(number)
+            if sent and not isinstance(error, Corrupted):  # `corrupt` drops the model, too
+                self._forget(queue)
             queue.attaching_failed()
             raise
         queue.attached()
@@ -537,10 +545,10 @@ class Dispatcher:
         """Start the pause of a postponed model; the engine has dropped it and sends no more messages about it."""
         self._outcomes.then(queue.trust)  # after the snapshots that the engine reported before
         pause = PAUSES[min(queue.next_attempt(), len(PAUSES) - 1)]
-        asyncio.get_running_loop().call_later(pause, self._resume, queue)
+        asyncio.get_running_loop().call_later(pause, self._resume, queue, queue.postponements)
 
-    def _resume(self, queue: ModelQueue) -> None:
-        queue.resume()
+    def _resume(self, queue: ModelQueue, postponement: int) -> None:
+        queue.resume(postponement)
         self.send_ready(queue)
         self.release(queue)
 

@@ -221,6 +221,7 @@ class ModelQueue:
         order: ready and waiting operations.
         in_flight: operations sent to the engine, by id.
         restore_deaths: consecutive deaths of the engine while it read the snapshot.
+        postponements: number of times that the model was postponed.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class ModelQueue:
         self.snapshot_number, self.newest_row = snapshot_number, newest_row
         self.order = SequenceOrder[Operation](snapshot_number + 1)
         self.in_flight: dict[int, InFlight] = {}
-        self.restore_deaths = 0
+        self.restore_deaths = self.postponements = 0
         self._restores: deque[asyncio.Future[None] | None] = deque()  # unanswered, in order; None drops the model
         self._attempts = 0
         self._state = State.DETACHED if closed is None else State.CLOSED
@@ -438,6 +439,7 @@ class ModelQueue:
             return None
         self._leaving = self._leaving or self._state is State.DETACHING
         self._move(State.POSTPONED)
+        self.postponements += 1
         self._postponed = reason
         self._sending = False
         return self._take_back()
@@ -451,9 +453,13 @@ class ModelQueue:
         """Reset the count of postponements after an answer that is not a replay."""
         self._attempts = 0
 
-    def resume(self) -> None:
-        """End the pause; no-op if another engine was started meanwhile."""
-        if self._state is State.POSTPONED:
+    def resume(self, postponement: int) -> None:
+        """End the pause of a postponement; no-op if another engine was started meanwhile.
+
+        Args:
+            postponement: value of `postponements` at that time; later ones have pauses of their own.
+        """
+        if self._state is State.POSTPONED and postponement == self.postponements:
             self._move(State.DETACHED)
 
     def engine_died(self, blamed: Collection[int]) -> list[InFlight]:

@@ -180,7 +180,9 @@ async def change_states(clock: Clock, draw: random.Random) -> None:
             queue.worked()
             attempts = 0
         elif what == "resume":
-            queue.resume()
+            queue.resume(queue.postponements - 1)
+            demand(queue.state is state, "the pause of an earlier postponement ended a later one")
+            queue.resume(queue.postponements)
             state = State.DETACHED if state is State.POSTPONED else state
         elif what == "died":
             blamed = {flights[0].operation.id} if flights and draw.random() < 0.5 else set()
