@@ -1,13 +1,13 @@
-"""Takes the picture of the dashboard in the documentation: a tiny random model learns from rewards, seen in Chromium.
+"""Takes the picture of the dashboard in the documentation: a small model learns to answer in few words.
 
     python scripts/dashboard_screenshot.py [PATH]      # docs/assets/dashboard.png; needs Chromium, see `make browser`
 
-A second tenant trains at the same time. Everything that is shown was computed by the service.
+Everything that is shown was computed by the service, on `builtin://smollm2-135m-instruct`; it takes some minutes.
 """
 
 import sys
 import tempfile
-import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,79 +16,83 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import numpy as np  # noqa: E402
 from browser import Page, browser  # noqa: E402
-from server_raw import Raw, RawModel, datum, row, tokens_of  # noqa: E402
+from server_raw import Raw, RawModel, RawSampler, datum, tokens_of  # noqa: E402
 from serving import Served, pool  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from twinkle.testing import tiny_model  # noqa: E402
+from twinkle.hub import local_model  # noqa: E402
 
-STEPS, GROUP, TOKENS = 24, 8, 24
-PROMPT = "Write letters: "
-WIDTH, HEIGHT = 1280, 1300
+MODEL = "builtin://smollm2-135m-instruct"
+STEPS, GROUP, TOKENS, FRESH = 22, 8, 40, 2
+"""Steps, answers to a prompt, tokens of an answer at most, and steps after which the sampler gets the new weights."""
+LEARNING_RATE, WORDS = 1.5e-4, 8
+QUESTIONS = ("Describe the sea in one short sentence.", "Describe a forest in one short sentence.")
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+)
+END = "<|im_end|>"
+WIDTH, HEIGHT = 1280, 1400
+SECONDS = 600.0
+"""Time for the service to load the model."""
 
 
 def main() -> int:
     """Train, and write the picture."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "assets" / "dashboard.png"
+    model = local_model(MODEL)
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder) / "model", "llama", initializer_range=0.2)
-        served = pool(Path(folder) / "data", model, {"auth": True, "name": "tiny-llama"}).start()
+        served = pool(Path(folder) / "data", model, {"auth": True, "name": MODEL}).start(wait=False)
         try:
-            run = train(served, model)
-            picture(served, run, path)
+            served.wait_ready(SECONDS)
+            picture(served, train(served, model), path)
         finally:
             served.stop()
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     return 0
 
 
-def train(served: Served, model: Path) -> "Run":
-    """Let two tenants train, and return the run of the first."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ana, ben = served.new_key("ana"), served.new_key("ben")
-    other = threading.Thread(target=supervised, args=(served, ben, tokenizer))
-    other.start()
-    with Raw(served.url, ana) as raw:
-        trained = raw.model(user_metadata={"task": "write letters"})
-        for step in range(STEPS):
-            learn(trained, tokenizer, step)
-        trained.save("letters")
-    other.join()
-    return Run(trained.id, ana)
-
-
+@dataclass
 class Run:
     """A run, and the key of its tenant."""
 
-    def __init__(self, name: str, key: str) -> None:
-        self.name, self.key = name, key
+    name: str
+    key: str
 
 
-def supervised(served: Served, key: str, tokenizer: Any) -> None:
-    """Train the second tenant."""
+def train(served: Served, model: Path) -> Run:
+    """Let a tenant train, and return its run."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    key = served.new_key("ana")
     with Raw(served.url, key) as raw:
-        raw.model().train(tokenizer.encode("The quick brown fox.").ids, steps=2 * STEPS)
+        trained = raw.model(user_metadata={"task": f"answer in {WORDS} words"})
+        sampler = None
+        for step in range(STEPS):
+            if sampler is None or step % FRESH == 0:
+                sampler = trained.freeze(step)
+            print(f"step {step + 1}: reward {learn(trained, sampler, tokenizer, step):.3f}", flush=True)
+        trained.save("short")
+        return Run(trained.id, key)
 
 
-def learn(model: RawModel, tokenizer: Any, step: int) -> None:
-    """Sample a group of answers, reward letters, and take a step; the sampler's weights are two steps old at most."""
-    prompt = tokenizer.encode(PROMPT).ids
-    if step % 3 == 0:
-        model.sampler = model.freeze(step)  # type: ignore[attr-defined]
-    answer = model.sampler.sample(prompt, count=GROUP, params={"max_tokens": TOKENS, "stop": []})  # type: ignore[attr-defined]
-    rewards = [letters(tokenizer.decode(tokens_of(sequence))) for sequence in answer.sequences]
+def learn(model: RawModel, sampler: RawSampler, tokenizer: Any, step: int) -> float:
+    """Sample a group of answers, reward short ones, and take a step; return the mean reward."""
+    prompt = tokenizer.encode(PROMPT.format(question=QUESTIONS[step // FRESH % len(QUESTIONS)])).ids
+    answer = sampler.sample(prompt, count=GROUP, params={"max_tokens": TOKENS, "seed": step})
+    rewards = [reward_of(tokenizer.decode(tokens_of(s), skip_special_tokens=False)) for s in answer.sequences]
     rows = [
-        sampled_row(prompt, sequence, reward, (reward - np.mean(rewards)) / (np.std(rewards) + 1e-3))
+        sampled_row(prompt, sequence, reward, (reward - np.mean(rewards)) / (np.std(rewards) + 0.1))
         for sequence, reward in zip(answer.sequences, rewards, strict=True)
     ]
     model.forward_backward(rows, "importance_sampling")
-    model.forward_backward([row(prompt)])
-    model.step(learning_rate=4e-3 * (1 - step / STEPS))
+    model.step(learning_rate=LEARNING_RATE)
+    return float(np.mean(rewards))
 
 
-def letters(text: str) -> float:
-    """Return the share of letters and spaces in a text."""
-    return sum(mark.isalpha() or mark == " " for mark in text) / max(1, len(text))
+def reward_of(text: str) -> float:
+    """Return 1 for an answer that ends after the wanted number of words, and less the further it is from that."""
+    words = len(text.removesuffix(END).split())
+    return max(0.0, 1 - abs(words - WORDS) / 16) if text.endswith(END) else 0.0
 
 
 def sampled_row(prompt: list[int], sequence: Any, reward: float, advantage: float) -> Any:
