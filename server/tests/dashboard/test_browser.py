@@ -213,7 +213,7 @@ def test_labels_on_a_phone_are_those_of_the_columns(scene: Scene, page: Page) ->
         " cell.closest('table').tHead.rows[0].cells[cell.cellIndex].textContent])"
     )
     found = 0
-    for path in ("", "ui/models", "ui/checkpoints", "ui/errors", f"ui/runs/{scene.run.id}"):
+    for path in ("", "ui/models", "ui/operations", "ui/checkpoints", "ui/errors", f"ui/runs/{scene.run.id}"):
         page.goto(f"{scene.served.url}/{path}")
         pairs = page.eval(named)
         assert all(label == column for label, column in pairs), path
