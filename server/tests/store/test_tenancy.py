@@ -141,6 +141,7 @@ ASKED: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "samplers.create": lambda store: store.samplers.create(Sampler("s:sample:9", "eve", "s", 9, "base", 1.0)),
     "samplers.get": lambda store: store.samplers.get("eve", "s:sample:0"),
     "samplers.join": lambda store: store.samplers.join("eve", "s:sample:0"),
+    "samplers.end": lambda store: store.samplers.end("eve", "s:sample:0", 2.0),
     "checkpoints.get": lambda store: store.checkpoints.get("eve", PATH, 2.0),
     "checkpoints.find": lambda store: store.checkpoints.find("eve", PATH, 2.0),
     "checkpoints.delete": lambda store: store.checkpoints.delete("eve", PATH, 2.0),
