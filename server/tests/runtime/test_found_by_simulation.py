@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
@@ -14,12 +16,14 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Unavailable
 from twinkle_server.operations import Embed, Generate, Kind, Outcome
-from twinkle_server.runtime import dispatch
+from twinkle_server.runtime import dispatch, sessions
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.generations import Generation
 from twinkle_server.runtime.queues import ModelQueue, State
+from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store.memory import MemoryJournal
+from twinkle_server.store.records import Session
 
 
 @dataclass
@@ -409,3 +413,33 @@ def test_an_engine_that_hangs_in_an_operation_that_was_taken_back_is_killed() ->
         await runtime.close()
 
     within(2 * SOON, scenario)
+
+
+def test_a_session_does_not_expire_because_the_service_stood_still_several_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(time=lambda: clock.now))
+    ended: list[str] = []
+
+    class Table:
+        async def silent(self, before: float) -> list[Session]:
+            return [Session("s", "ada", 1e9, 1e9)] if before > 1e9 else []
+
+        async def end(self, tenant: str, session: str, *_: object) -> bool:
+            ended.append(session)
+            return True
+
+    async def scenario() -> None:
+        anything: Any = SimpleNamespace(sessions=Table(), queues={}, leave=lambda prefix, reason: None)
+        keeper = SessionKeeper(anything, anything, anything, anything, Times(session=300.0))
+        pauses = [10.0] * 15 + [110.0, 10.0, 110.0] + [10.0] * 29  # since the last of 110 s, only 290 s passed
+        for pause in pauses:
+            clock.now += pause
+            await keeper.expire()
+        assert not ended
+        clock.now += 10.0
+        await keeper.expire()
+        assert ended == ["s"]
+
+    within(SOON, scenario)

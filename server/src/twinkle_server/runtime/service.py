@@ -15,7 +15,7 @@ from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.exclusive import ExclusiveModel
 from twinkle_server.runtime.outcomes import StoreEffects
 from twinkle_server.runtime.recorded_rollouts import RolloutBuffer
-from twinkle_server.runtime.sessions import SessionKeeper
+from twinkle_server.runtime.sessions import SessionKeeper, check_interval
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
@@ -70,7 +70,7 @@ class Service(Runtime):
         await self._weigh()
         self.janitor.add("weights of keys", _WEIGHTS, self._weigh)
         times = self._settings.times
-        every = min(10.0, times.session / 4)
+        every = check_interval(times)
         self.janitor.add("session expiry", every, self._sessions.expire)
         self.janitor.add("models of ended sessions", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)

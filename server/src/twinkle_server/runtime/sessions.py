@@ -66,6 +66,13 @@ class Heartbeats:
 
 
 _log = logging.getLogger(__name__)
+_MISSED = 3
+"""Intervals between two checks for expired sessions from which on this process counts as having been stopped."""
+
+
+def check_interval(times: Times) -> float:
+    """Return the seconds between two checks for expired sessions."""
+    return min(10.0, times.session / 4)
 
 
 class Tables(Protocol):
@@ -119,8 +126,8 @@ class SessionKeeper:
         """End sessions without a recent heartbeat, unless one of their operations runs."""
         await self._heartbeats.write()
         now = time.time()
-        if abs(now - self._last_check) > self._times.session:
-            self._since = now  # this process was stopped, or the clock was set
+        if abs(now - self._last_check) > _MISSED * check_interval(self._times):
+            self._since = now  # this process was stopped, or the clock was set; several short times add up, too
         self._last_check = now
         if now - self._since < self._times.session:
             return  # heartbeats could not arrive while this process did not run
