@@ -443,3 +443,24 @@ def test_a_session_does_not_expire_because_the_service_stood_still_several_times
         assert ended == ["s"]
 
     within(SOON, scenario)
+
+
+def test_a_replay_that_ends_after_it_was_taken_back_does_not_run_alone_again() -> None:
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=100))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        step = await ask(runtime, 1, "optim_step")
+        await answer(runtime, step.request)
+        row = next(each.id for each in world.journal._operations.values() if each.request == step.request)
+        runtime.dispatcher._deaths[row] = 1  # an engine died while it repeated the step
+        world.engines[-1]._say(messages.DONE, {"id": row, "error": None})  # of an attempt to attach that has failed
+        await asyncio.sleep(0.01)
+        world.engines[-1].kill()
+        while runtime.supervisor.restarts == 0 or not runtime.supervisor.up:
+            await asyncio.sleep(0.01)
+        assert applied(await answer(runtime, (await ask(runtime, 2, "optim_step")).request)) == [1, 2]
+        assert world.plan.runs[-2:] == [("s:train:0", 1, False, True), ("s:train:0", 2, False, False)]
+        await runtime.close()
+
+    within(SOON, scenario)

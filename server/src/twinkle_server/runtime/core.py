@@ -614,17 +614,19 @@ class EngineEvents:
         self._effects = effects
 
     def done(self, message: Message) -> None:
-        """Handle the answer to an operation; ignored if the operation was cancelled."""
-        flight = self._dispatcher.pop_in_flight(message.head["id"])
+        """Handle the answer to an operation; its result is ignored if it was cancelled or taken back."""
+        flight, error = self._dispatcher.pop_in_flight(message.head["id"]), message.head.get("error")
         if flight is None:
+            if error is None:
+                self._dispatcher.repeated(message.head["id"])  # a replay that was taken back did not kill the engine
             return
-        operation, queue, error = flight.operation, flight.queue, message.head.get("error")
+        operation, queue = flight.operation, flight.queue
         if not flight.replay:
             queue.worked()
             self._outcomes.put(operation, self._outcome(operation, message.head, message.body))
             self._follow(queue, operation, failed=error is not None)
         elif error is None:
-            self._dispatcher.repeated(operation)
+            self._dispatcher.repeated(operation.id)
         elif message.head.get("later"):
             self._dispatcher.postpone(queue, _LACKING)
         else:

@@ -499,9 +499,9 @@ class Dispatcher:
         self._replayed()
         self._put(child, InFlight(operation, queue, len(payload), replay=True), payload, composition)
 
-    def repeated(self, operation: Operation) -> None:
+    def repeated(self, operation: int) -> None:
         """Handle the end of a replay."""
-        self._deaths.pop(operation.id, None)
+        self._deaths.pop(operation, None)
 
     # Detaching, postponing, giving up
 
