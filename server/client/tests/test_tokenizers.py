@@ -20,6 +20,8 @@ class Offered:
 
     def __init__(self, files: dict[str, bytes], tokenizer_id: str = "small") -> None:
         self.files, self.tokenizer_id, self.sent = files, tokenizer_id, dict.fromkeys(files, 0)
+        self.seen: list[bool] = []
+        """For each file that was sent, whether the folder `small` existed."""
         self.digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -27,6 +29,7 @@ class Offered:
         name = request.url.path.removeprefix("/twinkle/tokenizer").removeprefix("/")
         if name:
             self.sent[name] += 1
+            self.seen.append(Path("small").exists())
             kind = {"content-type": "application/octet-stream"}
             return httpx.Response(200, content=self.files[name], headers=kind)
         files = {name: {"size": len(self.files[name]), "sha256": self.digests[name]} for name in self.files}
@@ -68,6 +71,15 @@ def test_a_tokenizer_is_downloaded_to_where_the_sdk_looks_for_it(offer: Callable
     assert (folder / "config.json").read_bytes() == files["config.json"]
     assert download_tokenizer("other", api_key="tml-key") == Path("other")
     assert sorted(path.name for path in Path("other").iterdir()) == sorted(names)
+
+
+def test_others_see_a_new_folder_when_it_is_complete(offer: Callable[..., Offered], tmp_path: Path) -> None:
+    files = {"tokenizer.json": b"{}", "config.json": b"{}"}
+    offered = offer(files)
+    folder = download_tokenizer(api_key="tml-key")
+    assert offered.seen == [False, False]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(files)
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 def test_the_folder_has_the_announced_name(offer: Callable[..., Offered]) -> None:

@@ -11,7 +11,7 @@ from twinkle_server.chat.render import Renderer
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.data.resources import DataResources
 from twinkle_server.engine.native.templates import Templates
-from twinkle_server.errors import NotFound, Unavailable
+from twinkle_server.errors import Gone, NotFound, Unavailable
 from twinkle_server.hub_uploads.uploads import HubUploads
 from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
@@ -144,10 +144,29 @@ class AppState:
 
         Raises:
             NotFound: the caller has no such sampling session.
+            Gone: it belongs to another base model than the served one.
         """
-        return await self.samplers.get(
+        found = await self.samplers.get(
             (caller.tenant, sampler), lambda: self.store.samplers.get(caller.tenant, sampler)
         )
+        self.check_base(found.base, f"sampling session {sampler!r}")
+        return found
+
+    def check_base(self, base: str, what: str) -> None:
+        """Refuse to use what belongs to another base model: its numbers would be wrong.
+
+        Args:
+            base: name of the base model.
+            what: belongs to it, for the message.
+
+        Raises:
+            Gone: the service serves another base model.
+        """
+        if base not in (self.service.info.name, self.settings.model):
+            raise Gone(
+                f"{what} belongs to the base model {base!r}, but this service serves {self.service.info.name!r}; it "
+                "can be used again when the operator serves that model under its name"
+            )
 
     def require_links(self) -> Links:
         """Return the creator of signed links.

@@ -244,10 +244,11 @@ async def owned_model(state: AppState, caller: Caller, model_id: str) -> Model:
 
     Raises:
         NotFound: the caller has no such model.
-        Gone: the model no longer exists.
+        Gone: the model no longer exists, or belongs to another base model than the served one.
         Locked: it trains all parameters, and others use the service.
     """
     model = await state.model(caller, model_id)
+    state.check_base(model.base, f"model {model_id!r}")
     if model.status == "gone":
         raise Gone(f"model {model_id!r} no longer exists: {model.reason or 'it was unloaded'}")
     if model.full:

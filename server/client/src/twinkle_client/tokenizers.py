@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -34,9 +35,10 @@ def download_tokenizer(
     try:
         listed = connection.run(connection.request("GET", "/tokenizer"))
         target = Path(folder) if folder is not None else default_folder(listed)
-        target.mkdir(parents=True, exist_ok=True)
-        for name, entry in listed["files"].items():
-            _fetch(connection, target, name, entry)
+        if target.exists():
+            _fetch_all(connection, target, listed["files"])
+        else:
+            _make(connection, target, listed["files"])
     finally:
         connection.close()
     return target
@@ -50,6 +52,24 @@ def default_folder(listed: Mapping[str, Any]) -> Path:
     if not announced.parts or ".." in announced.parts:
         raise ServiceError(f"the service announces the tokenizer {str(announced)!r}; pass a folder")
     return Path(announced)
+
+
+def _make(connection: Connection, target: Path, files: Mapping[str, Any]) -> None:
+    """Fetch files into a new folder, which others see only when it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as name:
+        draft = Path(name) / target.name
+        draft.mkdir()
+        _fetch_all(connection, draft, files)
+        try:
+            draft.rename(target)
+        except OSError:  # another process has made the folder meanwhile
+            _fetch_all(connection, target, files)
+
+
+def _fetch_all(connection: Connection, folder: Path, files: Mapping[str, Any]) -> None:
+    for name, entry in files.items():
+        _fetch(connection, folder, name, entry)
 
 
 def _fetch(connection: Connection, folder: Path, name: str, entry: Mapping[str, Any]) -> None:

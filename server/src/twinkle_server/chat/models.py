@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle_server.app_state import AppState, Caller, now
 from twinkle_server.chat.errors import InvalidParameter, ModelNotFound
-from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.errors import BadRequest, Gone, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.requests import check_sampled, isoformat
 from twinkle_server.store.records import Checkpoint, Model
@@ -65,12 +65,18 @@ async def _target(state: AppState, caller: Caller, name: str) -> Target:
         if not checkpoint or checkpoint == LATEST:
             return await _newest(state, caller, run)
         return Target.of(await _named(state, caller, run, checkpoint))
+    except Gone as error:
+        raise ModelNotFound(str(error)) from error
     except (NotFound, BadRequest) as error:
-        raise ModelNotFound(f"the model {name[:300]!r} does not exist") from error
+        raise ModelNotFound(
+            f"the model {name[:300]!r} does not exist; GET /v1/models lists the base model, "
+            f"{state.service.info.name!r}, and your own"
+        ) from error
 
 
 async def _newest(state: AppState, caller: Caller, run: str) -> Target:
     model = await state.store.models.get(caller.tenant, run)
+    state.check_base(model.base, f"the model {run!r}")
     if model.status not in ("gone", "corrupted"):
         return Target(model=run, record=model)
     latest = await state.store.checkpoints.latest(caller.tenant, [run], now())
@@ -91,7 +97,8 @@ async def _named(state: AppState, caller: Caller, run: str, name: str) -> Checkp
 
 async def _checkpoint(state: AppState, caller: Caller, path: CheckpointPath) -> Checkpoint:
     checkpoint = await state.store.checkpoints.find(caller.tenant, path, now())
-    if path.kind not in _SAMPLED or checkpoint.base != state.service.info.name:
+    state.check_base(checkpoint.base, f"the checkpoint {path}")
+    if path.kind not in _SAMPLED:
         raise NotFound("this checkpoint cannot be sampled on this service")
     return checkpoint
 
@@ -99,13 +106,15 @@ async def _checkpoint(state: AppState, caller: Caller, path: CheckpointPath) -> 
 async def list_models(state: AppState, caller: Caller) -> list[dict[str, Any]]:
     """Return the base model, and the newest models and checkpoints of the caller, in OpenAI's form."""
     listed = [_entry(state.service.info.name, 0.0, "twinkle")]
+    served = (state.service.info.name, state.settings.model)
     for model in (await state.store.models.page(caller.tenant, _LISTED, 0)).rows:
-        if model.status in ("live", "detached") and not model.full:
+        if model.status in ("live", "detached") and not model.full and model.base in served:
             listed.append(_entry(model.id, model.created, caller.tenant))
     names = {entry["id"] for entry in listed}
     for checkpoint in (await state.store.checkpoints.page(caller.tenant, now(), _LISTED)).rows:
         name = f"{checkpoint.run}/{checkpoint.name}"
-        if checkpoint.kind in _SAMPLED and not checkpoint.full and checkpoint.name != LATEST and name not in names:
+        sampled = checkpoint.kind in _SAMPLED and not checkpoint.full and checkpoint.base in served
+        if sampled and checkpoint.name != LATEST and name not in names:
             names.add(name)
             listed.append(_entry(name, checkpoint.created, caller.tenant))
     return listed

@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 import structlog
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, func, select, union_all, update
 from sqlalchemy.dialects import sqlite
 
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle_server.errors import StoreError
 from twinkle_server.ports import Database
-from twinkle_server.store.tables import checkpoints, meta, models, samplers
+from twinkle_server.store.tables import checkpoints, meta, models, operations, samplers
 
 _log = structlog.get_logger(__name__)
 
@@ -27,7 +27,7 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
         accept: whether to use existing adapters with another model.
 
     Raises:
-        StoreError: the model has changed, and adapters of this name exist.
+        StoreError: the model has changed, and adapters of this name exist; or operations of another model wait.
     """
     now = await asyncio.to_thread(_fingerprint, folder)
     before = await database.read(lambda connection: _recorded(connection, name))
@@ -39,6 +39,11 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
                 f"a model with the fingerprint {before}, but this model has {now}; restore the model's files, serve "
                 "the changed model under another name (--name), or start with --accept-base to use the adapters with it"
             )
+    if waiting := await database.read(lambda connection: _pending_of_others(connection, (name, str(folder)))):
+        raise StoreError(
+            f"cannot serve {folder} as {name!r}: {waiting} operations of models of another base model have not ended; "
+            "serve that model once more under its name, stop the service, and repeat"
+        )
     if before != now:
         await database.write(lambda connection: _record(connection, name, now))
 
@@ -105,3 +110,10 @@ def _adapters(connection: Connection, name: str) -> int:
     saved = select(func.count()).where(checkpoints.c.base == name, checkpoints.c.deleted.is_(None))
     alive = select(func.count()).select_from(models).where(models.c.base == name, models.c.status != "gone")
     return int(connection.execute(saved).scalar_one()) + int(connection.execute(alive).scalar_one())
+
+
+def _pending_of_others(connection: Connection, names: tuple[str, ...]) -> int:
+    """Across tenants: count operations that have not ended, of models and samplers of other base models."""
+    others = [select(table.c.id).where(table.c.base.not_in(names)) for table in (models, samplers)]
+    query = select(func.count()).select_from(operations).where(operations.c.status == "pending")
+    return int(connection.execute(query.where(operations.c.lane.in_(union_all(*others)))).scalar_one())
