@@ -23,7 +23,7 @@ FIRST = {name.partition(".")[0]: name for name in reversed(DISKS) if name.starts
 @contextmanager
 def served(folder: Path, extra: dict[str, Any] | None = None, **environment: str) -> Iterator[Served]:
     times = {"poll": 2.0, "deadline": 3.0, "snapshot": 1.0}
-    settings = {"times": times, "limits": {"small_bytes": 256}, "snapshot_steps": 1, "extra": extra or {}}
+    settings = {"times": times, "limits": {"small_bytes": 512}, "snapshot_steps": 1, "extra": extra or {}}
     service = ledger(folder / "data", settings)
     service.start(**environment)
     try:

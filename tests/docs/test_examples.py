@@ -168,6 +168,7 @@ def services(namespace: dict[str, Any]) -> Iterator[None]:
 
             namespace.clear()
             server_sdk.sweep()
+            server_sdk.forget_connections()
         while STARTED:
             STARTED.pop().stop()
 

@@ -31,6 +31,13 @@ def sweep() -> None:
         gc.collect()
 
 
+def forget_connections() -> None:
+    """Let the next `RestClient()` of this process read the address and the key from the environment again."""
+    from tinker.lib.internal_client_holder import sessionless_holder_cache
+
+    sessionless_holder_cache._holders.clear()
+
+
 def row(tokens: Sequence[int], weights: Sequence[float] | None = None) -> tinker.Datum:
     """Return a row for cross entropy: every token but the first is a target."""
     inputs = {"target_tokens": list(tokens[1:]), "weights": list(weights or [1.0] * (len(tokens) - 1))}

@@ -21,7 +21,7 @@ from serving import Served, ledger
 from twinkle.errors import ConfigError
 from twinkle_server import failpoints
 from twinkle_server.backup import making
-from twinkle_server.backup.generations import locked
+from twinkle_server.backup.generations import locked, name_of
 from twinkle_server.backup.making import Made, backup
 from twinkle_server.backup.restoring import restore_backup, verify_backup
 from twinkle_server.checkpoints.trash import Trash
@@ -418,3 +418,16 @@ def test_folders_that_cannot_be_used_are_refused(data: Trained, tmp_path: Path) 
         (made.folder / "backup.json").write_text(json.dumps(content))
         with pytest.raises(StoreError, match=message):
             verify_backup(made.folder)
+
+
+def test_a_name_sorts_behind_all_others(tmp_path: Path) -> None:
+    """In one second, with gaps of removed backups, and after the clock was set back."""
+    made: list[str] = []
+    for now in (1000.0, 1000.0, 1000.0, 1001.0, 999.0):
+        name = name_of(tmp_path, now)
+        assert not made or name.name > made[-1]
+        name.mkdir()
+        made.append(name.name)
+        if len(made) == 2:
+            (tmp_path / made[0]).rmdir()
+    assert made[0] == "19700101T001640Z"

@@ -20,9 +20,10 @@ WRITER = """
 import asyncio, os, sys
 from pathlib import Path
 from twinkle_server.operations import Outcome, Submission
+from twinkle_server.settings import Limits
 from twinkle_server.store import open_store
 
-store = open_store(Path(sys.argv[1]))
+store = open_store(Path(sys.argv[1]), limits=Limits(small_bytes=100_000))
 start = int(sys.argv[2])
 
 

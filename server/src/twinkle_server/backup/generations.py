@@ -6,6 +6,7 @@ A generation is written into a temporary folder and renamed when it is complete 
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from twinkle_server.failpoints import reach
 
 LISTING: Final = "backup.json"
 PARTIAL: Final = ".tmp-partial"
+_NAME: Final = re.compile(r"\d{8}T\d{6}Z(-\d+)?")
 """The unfinished generation; the next backup continues it."""
 FORMAT: Final = 1
 _REMOVED: Final = ".tmp-removed-"
@@ -106,10 +108,17 @@ def newest(folder: Path) -> Path:
 
 
 def name_of(folder: Path, now: float) -> Path:
-    """Return an unused name for a generation of this time."""
+    """Return an unused name for a generation, which sorts behind the others: their order is their age.
+
+    Args:
+        folder: with the generations.
+        now: UTC seconds. If the newest generation is of a later time, because the clock was set, its time counts.
+    """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-    names = [folder / stamp, *(folder / f"{stamp}-{number}" for number in range(2, 1000))]
-    return next(path for path in names if not path.exists())
+    last = max((path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)), default="")
+    stamp = max(stamp, last.partition("-")[0])
+    names = [stamp, *(f"{stamp}-{number:03}" for number in range(2, 1000))]
+    return folder / next(name for name in names if name > last and not (folder / name).exists())
 
 
 @contextmanager
