@@ -18,8 +18,11 @@ from packaging.utils import canonicalize_name
 
 TOOLS = MappingProxyType(SETTINGS["tool"])
 PACKAGES = {member.source.name for member in MEMBERS}
-ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv", "otel", "pii"}
-"""Extras for accounts, devices, games and language models: `make soak` and `make gpu` test those that are there."""
+ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs", "openenv", "otel", "pii", "tinker"}
+"""Extras for accounts, devices, games, language models and the client of another service.
+
+`make soak` and `make gpu` test those that are there; the tools of developers bring that client.
+"""
 
 
 def metadata_of_wheel(project: Path, out: Path) -> Message:
