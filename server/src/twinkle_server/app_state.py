@@ -152,6 +152,11 @@ class AppState:
         self.check_base(found.base, f"sampling session {sampler!r}")
         return found
 
+    @property
+    def bases(self) -> tuple[str, str]:
+        """Names of the served base model: that for clients, and its folder, under which earlier versions served it."""
+        return self.service.info.name, self.settings.model
+
     def check_base(self, base: str, what: str) -> None:
         """Refuse to use what belongs to another base model: its numbers would be wrong.
 
@@ -162,7 +167,7 @@ class AppState:
         Raises:
             Gone: the service serves another base model.
         """
-        if base not in (self.service.info.name, self.settings.model):
+        if base not in self.bases:
             raise Gone(
                 f"{what} belongs to the base model {base!r}, but this service serves {self.service.info.name!r}; it "
                 "can be used again when the operator serves that model under its name"

@@ -266,6 +266,9 @@ class vLLMSampler:
             self._uses[known[1]] += 1
             unused = {name for name in self._replaced if not self._uses[name]}
             self._replaced -= unused
+            for name in unused:
+                del self._uses[name]
+                self._numbers.pop(name, None)
         for name in unused:  # the service keeps the weights of a sampling session until it ends
             yield from client.connection.request("DELETE", f"/samplers/{name}")
         return known[1]

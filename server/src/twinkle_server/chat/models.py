@@ -106,14 +106,13 @@ async def _checkpoint(state: AppState, caller: Caller, path: CheckpointPath) -> 
 async def list_models(state: AppState, caller: Caller) -> list[dict[str, Any]]:
     """Return the base model, and the newest models and checkpoints of the caller, in OpenAI's form."""
     listed = [_entry(state.service.info.name, 0.0, "twinkle")]
-    served = (state.service.info.name, state.settings.model)
     for model in (await state.store.models.page(caller.tenant, _LISTED, 0)).rows:
-        if model.status in ("live", "detached") and not model.full and model.base in served:
+        if model.status in ("live", "detached") and not model.full and model.base in state.bases:
             listed.append(_entry(model.id, model.created, caller.tenant))
     names = {entry["id"] for entry in listed}
     for checkpoint in (await state.store.checkpoints.page(caller.tenant, now(), _LISTED)).rows:
         name = f"{checkpoint.run}/{checkpoint.name}"
-        sampled = checkpoint.kind in _SAMPLED and not checkpoint.full and checkpoint.base in served
+        sampled = checkpoint.kind in _SAMPLED and not checkpoint.full and checkpoint.base in state.bases
         if sampled and checkpoint.name != LATEST and name not in names:
             names.add(name)
             listed.append(_entry(name, checkpoint.created, caller.tenant))

@@ -217,10 +217,8 @@ def check_base(state: AppState, name: str | None) -> None:
     Raises:
         BadRequest: it is another; the message names the served model.
     """
-    served = state.service.info.name
-    # Earlier versions served a model folder under its path, which scripts may still contain.
-    if name is not None and name not in (served, state.settings.model):
-        raise BadRequest(f"base_model must be {served!r}, the served model, got {name[:300]!r}")
+    if name is not None and name not in state.bases:  # scripts may still contain a folder
+        raise BadRequest(f"base_model must be {state.service.info.name!r}, the served model, got {name[:300]!r}")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
