@@ -1,6 +1,5 @@
-"""What the import of the client costs."""
+"""What the import of the client loads; `benchmarks/native_calls.py --imports` measures its time."""
 
-import resource
 import subprocess
 import sys
 
@@ -16,22 +15,9 @@ from twinkle_client.sampler import TorchSampler, vLLMSampler
 HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "fastapi", "vllm", "ray")
 LATER = ("asyncio", "httpx", "importlib.metadata", "pydantic", "pydantic_core")
 """What calls need and the import does not."""
-GOAL_MS = 200.0
 
 
 def test_it_imports_no_package_that_only_calls_need() -> None:
     code = f"import sys\nbefore = set(sys.modules){NAMES}"
     code += f"print([name for name in {HEAVY + LATER!r} if name in sys.modules and name not in before])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
-
-
-def test_the_names_of_published_scripts_take_less_than_200_ms() -> None:
-    """CPU time over a bare interpreter, the least of some pairs: other processes can only add to it."""
-    assert min(_cpu_ms(NAMES) - _cpu_ms("pass") for _ in range(5)) < GOAL_MS
-
-
-def _cpu_ms(code: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
