@@ -446,12 +446,12 @@ def test_a_long_operation_tells_its_passes_while_it_runs(tmp_path: Path) -> None
         made.done(long)
         parts = [m.head for m in made.seen if m.type == messages.PROGRESS]
         head = made.wait(messages.PASSED).head
-        assert 2 <= len(parts) <= 4, "2 s, told every half second"
-        told = {name: sum(part[name] for part in parts) for name in ("seconds", "passes", "tokens")}
-        assert head["told"] == pytest.approx(told)
+        assert 2 <= len(parts) <= 4, "2 s, reported every half second"
+        reported = {name: sum(part[name] for part in parts) for name in ("seconds", "passes", "tokens")}
+        assert head["reported"] == pytest.approx(reported)
         assert all(part["tenants"] == {"t": part["tokens"]} and part["tokens"] > 0 for part in parts)
         assert (head["tokens"], head["passes"]) == (10_240, 10), "the ledger takes 1,024 tokens at a time"
-        assert told["tokens"] <= head["tokens"]
+        assert reported["tokens"] <= head["tokens"]
         assert made.done(made.backward("m", 2, 5)).head["error"] is None
         short = made.wait(messages.PASSED).head
-        assert (short["passes"], short["told"]["passes"]) == (1, 0)
+        assert (short["passes"], short["reported"]["passes"]) == (1, 0)

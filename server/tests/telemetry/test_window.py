@@ -66,8 +66,16 @@ def test_an_operation_of_many_passes_counts_while_it_runs_and_once() -> None:
     assert running["tokens_per_second"] == window.report("ana")["tokens_per_second"] == 4000.0
     assert (running["busy"], running["passes_per_second"], running["pass_tokens"]) == (1.0, 4.0, 1000.0)
     clock.now += 1
-    told = {"seconds": 20.0, "passes": 80, "tokens": 80_000}
-    head = {"seconds": 21.0, "tokens": 84_000, "padded": 0, "tenants": 1, "operations": 1, "passes": 84, "told": told}
+    reported = {"seconds": 20.0, "passes": 80, "tokens": 80_000}
+    head = {
+        "seconds": 21.0,
+        "tokens": 84_000,
+        "padded": 0,
+        "tenants": 1,
+        "operations": 1,
+        "passes": 84,
+        "reported": reported,
+    }
     window.passed({"kind": "pass", **head})
     window.finished("forward_backward", "done", 21.0, 84_000, "ana")
     over = window.report()

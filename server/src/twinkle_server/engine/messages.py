@@ -46,7 +46,7 @@ DETACHED = "detached"  #                  queue                                 
 DRAINED = "drained"  #                    -
 ALIVE = "alive"  #                        -: heartbeat, sent every second by a separate thread
 PASSED = "passed"  #                      kind, seconds, tokens, padded, tenants, operations, flops  -
-#                                         passes; told: seconds, passes and tokens of it that PROGRESS had
+#                                         passes; reported: seconds, passes and tokens of it that PROGRESS had
 PROGRESS = "progress"  #                  of a turn that goes on: seconds, passes, tokens, tenants: their tokens
 
 

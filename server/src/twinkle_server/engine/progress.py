@@ -36,8 +36,8 @@ class Progress:
         self._tokens = sum(task.tokens for task in tasks)
         self._passes = 0
         self._since = self._clock()
-        self._told: dict[str, Any] = {"seconds": 0.0, "passes": 0, "tokens": 0}
-        self._told_tenants: Counter[str] = Counter()
+        self._reported: dict[str, Any] = {"seconds": 0.0, "passes": 0, "tokens": 0}
+        self._reported_tenants: Counter[str] = Counter()
 
     def runs(self) -> None:
         """Count the first pass of a call of the engine."""
@@ -47,8 +47,8 @@ class Progress:
         """Count a pass that follows another, and report when it is time to."""
         done, seconds = self._passes, self._clock() - self._since
         self._passes += 1
-        if self._tasks and seconds - self._told["seconds"] >= EVERY:
-            self._tell(done, seconds)
+        if self._tasks and seconds - self._reported["seconds"] >= EVERY:
+            self._send(done, seconds)
 
     def end(self, tokens: int) -> dict[str, Any]:
         """End the turn; return what its report says beside its own numbers.
@@ -56,19 +56,19 @@ class Progress:
         Args:
             tokens: of the operations that ran.
         """
-        passes, told = max(1, self._passes), self._told
+        passes, reported = max(1, self._passes), self._reported
         if passes > 1 and tokens:
             self._size = tokens / passes
         self.begin(())
-        return {"passes": passes, "told": told}
+        return {"passes": passes, "reported": reported}
 
-    def _tell(self, passes: int, seconds: float) -> None:
+    def _send(self, passes: int, seconds: float) -> None:
         done = min(float(self._tokens), passes * self._size)
         total = {"seconds": seconds, "passes": passes, "tokens": int(done)}
         tenants: Counter[str] = Counter()
         for task in self._tasks:
             if not task.replay:  # the tokens of a replay were counted before
                 tenants[task.tenant] += int(done * task.tokens / self._tokens)
-        head = {name: value - self._told[name] for name, value in total.items()}
-        self._report(Message(messages.PROGRESS, head | {"tenants": dict(tenants - self._told_tenants)}))
-        self._told, self._told_tenants = total, tenants
+        head = {name: value - self._reported[name] for name, value in total.items()}
+        self._report(Message(messages.PROGRESS, head | {"tenants": dict(tenants - self._reported_tenants)}))
+        self._reported, self._reported_tenants = total, tenants

@@ -61,16 +61,18 @@ class Window:
 
     def passed(self, head: Mapping[str, Any]) -> None:
         """Count the passes of a turn of the engine, without what `progressed` has counted; see `ports.Figures`."""
-        now, told = self._now(), head.get("told", {})
-        now.busy += max(0.0, float(head.get("seconds", 0.0)) - told.get("seconds", 0.0))
+        now, reported = self._now(), head.get("reported", {})
+        now.busy += max(0.0, float(head.get("seconds", 0.0)) - reported.get("seconds", 0.0))
         if head.get("kind") == "pass":
             passes = int(head.get("passes", 1))
-            now.passes += passes - told.get("passes", 0)
-            now.pass_tokens += max(0, int(head.get("tokens", 0)) - told.get("tokens", 0))  # told ones are an estimate
+            now.passes += passes - reported.get("passes", 0)
+            now.pass_tokens += max(
+                0, int(head.get("tokens", 0)) - reported.get("tokens", 0)
+            )  # reported ones are an estimate
             now.padded += int(head.get("padded", 0))
             # Of a turn with several passes, it is not known which pass had which operations.
-            now.pass_tenants += max(passes, int(head.get("tenants", 1))) - told.get("passes", 0)
-            now.pass_operations += max(passes, int(head.get("operations", 1))) - told.get("passes", 0)
+            now.pass_tenants += max(passes, int(head.get("tenants", 1))) - reported.get("passes", 0)
+            now.pass_operations += max(passes, int(head.get("operations", 1))) - reported.get("passes", 0)
 
     def progressed(self, head: Mapping[str, Any]) -> None:
         """Count what the engine has computed of passes that go on; see `ports.Figures`."""
