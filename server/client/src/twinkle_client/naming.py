@@ -69,10 +69,10 @@ def name_of_class(given: type, kinds: Iterable[str] | None = None) -> tuple[str,
     Raises:
         ArgumentError: no plugin offers this class, perhaps another of the same name.
     """
-    found = _find(given, kinds)
-    if isinstance(found, tuple):
-        return found
-    other = f"; the component {found!r} is another class" if found else ""
+    component = _find(given, kinds)
+    if isinstance(component, tuple):
+        return component
+    other = f"; the component {component!r} is another class" if component else ""
     raise ArgumentError(
         f"{given.__module__}.{given.__qualname__} is not a component that a plugin offers, so the service cannot have "
         f"it{other}; give the name of one that is installed there"

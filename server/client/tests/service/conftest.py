@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from described import Described
+from native_rows import CONFIG
 from serving import Served, pool
 
 from twinkle.testing import tiny_model
-from twinkle_client import TwinkleClient
+from twinkle_client import MultiLoraTransformersModel, TwinkleClient
 from twinkle_client.http import Connection
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel as LocalModel
 
@@ -56,3 +57,12 @@ def client(service: Served, described: Described) -> Iterator[TwinkleClient]:
 def local(base: Path) -> LocalModel:
     """The same base model in this process."""
     return LocalModel(model_id=str(base), mixed_precision="no")
+
+
+@pytest.fixture
+def model(client: TwinkleClient) -> MultiLoraTransformersModel:
+    """A model on the service with an adapter and an optimizer."""
+    model = MultiLoraTransformersModel("ms://tiny", client=client)
+    model.add_adapter_to_model("a", CONFIG, seed=1)
+    model.set_optimizer("AdamW", lr=1e-2)
+    return model

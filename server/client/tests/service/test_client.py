@@ -32,14 +32,6 @@ from twinkle_client.errors import Gone, NotFound, OperationFailed, RequestRefuse
 CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
 
 
-@pytest.fixture
-def model(client: TwinkleClient) -> MultiLoraTransformersModel:
-    made = MultiLoraTransformersModel("ms://tiny", client=client)
-    made.add_adapter_to_model("a", CONFIG, seed=1)
-    made.set_optimizer("AdamW", lr=1e-2)
-    return made
-
-
 def weights(model: Any, name: str | None = None) -> bytes:
     state = model.get_state_dict(adapter_name=name).result
     return b"".join(state[key].tobytes() for key in sorted(state))

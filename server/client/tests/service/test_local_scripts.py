@@ -16,14 +16,6 @@ from twinkle_client.errors import Gone
 from twinkle_transformers.sampler import TorchSampler as LocalSampler
 
 
-@pytest.fixture
-def model(client: TwinkleClient) -> MultiLoraTransformersModel:
-    made = MultiLoraTransformersModel("ms://tiny", client=client)
-    made.add_adapter_to_model("a", CONFIG, seed=1)
-    made.set_optimizer("AdamW", lr=1e-2)
-    return made
-
-
 def test_sampled_rows_keep_what_rewards_read(client: TwinkleClient, base: Path) -> None:
     """The loop of the published GRPO script: batch, sample, `new_input_feature`, reward."""
     data = Dataset(DatasetMeta(data=[{"question": f"{n}+1?", "answer": f"so\n#### {n + 1}"} for n in range(2)]))

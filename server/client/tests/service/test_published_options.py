@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import server_sdk as sdk
-from native_rows import CONFIG, rows
+from native_rows import rows
 from serving import Served
 
 from twinkle.server.common import input_feature_to_datum
@@ -11,14 +11,6 @@ from twinkle_client import MultiLoraTransformersModel, TwinkleClient, vLLMSample
 from twinkle_client.errors import OperationFailed, RequestRefused
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-@pytest.fixture
-def model(client: TwinkleClient) -> MultiLoraTransformersModel:
-    made = MultiLoraTransformersModel("ms://tiny", client=client)
-    made.add_adapter_to_model("a", CONFIG, seed=1)
-    made.set_optimizer("AdamW", lr=1e-2)
-    return made
 
 
 def test_what_can_be_named_is_listed(client: TwinkleClient, model: MultiLoraTransformersModel) -> None:
